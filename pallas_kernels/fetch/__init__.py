@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetch: planned rows of the host pool into hot slots."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.common import Implementation, check, choose
+from pallas_kernels.fetch import reference
+from pallas_kernels.resolve.types import Plan
+
+__all__ = ["fetch"]
+
+
+def fetch(
+    pool: Array, hot_rows: Array, plan: Plan, base: Array, space: Array | int, group: Array | int, *,
+    rows_per_space: int, implementation: Implementation = "auto",
+) -> Array:  # fmt: skip
+    """Copies every planned row from the host pool to its hot slot.
+
+    `hot_rows[group, base[r] + plan.slot[r, m]] = pool[space * rows_per_space + plan.host_row[r, m]]` for
+    `m < plan.count[r]`.
+
+    Args:
+      pool: uint32 `[spaces * rows_per_space, words]` in pinned host memory.
+      hot_rows: uint32 `[groups, slots, words]` on the device.
+      plan: what to copy, from `resolve`.
+      base: int32 `[R]`, first slot of each request.
+      space: int32 scalar, which space of the pool to read.
+      group: int32 scalar, which group of `hot_rows` to write.
+      rows_per_space: rows of one space.
+      implementation: "auto", "xla" or "mosaic_gpu".
+    Returns:
+      The new `hot_rows`.
+    Raises:
+      ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
+    """
+    requests, width = plan.host_row.shape
+    check("fetch", "hot_rows", hot_rows, (None, None, None), jnp.uint32)
+    check("fetch", "pool", pool, (None, hot_rows.shape[2]), jnp.uint32)
+    check("fetch", "plan.host_row", plan.host_row, (None, None), jnp.int32)
+    check("fetch", "plan.slot", plan.slot, (requests, width), jnp.int32)
+    check("fetch", "plan.count", plan.count, (requests,), jnp.int32)
+    check("fetch", "base", base, (requests,), jnp.int32)
+    choose(implementation, "fetch")
+    space, group = jnp.asarray(space, jnp.int32), jnp.asarray(group, jnp.int32)
+    return reference.fetch(pool, hot_rows, plan, base, space, group, rows_per_space=rows_per_space)
