@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backup: records that closed in this step, from the ring to the host pool."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from hisparse_jax.cache.state import Cache
+from pallas_kernels.backup import backup
+from pallas_kernels.common import Implementation
+
+
+def host_rows(cache: Cache, record: Array) -> Array:
+    """Row of each request's `record` inside any space of the pool. int32 `[R]` to int32 `[R]`."""
+    size = cache.layout.page_records
+    page = jnp.take_along_axis(cache.page_table, record[:, None] // size, axis=1, mode="clip")[:, 0]
+    return page * size + record % size
+
+
+def end_step(cache: Cache, implementation: Implementation = "auto") -> Cache:
+    """Copies every record that closed in this step to the host pool, for all spaces. Nothing to do for "full"."""
+    layout = cache.layout
+    if layout.residency != "hisparse":
+        return cache
+    closed = cache.active & (cache.tokens % layout.record_tokens == 0)
+    in_space = host_rows(cache, jnp.maximum(cache.length - 1, 0))
+    pool = cache.pool
+    for position, rows in enumerate(cache.hot_rows):
+        spaces = np.array([a.space for a in layout.addresses() if a.position == position], np.int32)
+        newest = rows.at[:, cache.newest].get(mode="clip").reshape(-1, layout.words)
+        target = jnp.where(closed, spaces[:, None] * layout.rows_per_space + in_space, -1).ravel()
+        pool = backup(pool, newest, target, implementation=implementation)
+    return cache.replace(pool=pool)

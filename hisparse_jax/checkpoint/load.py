@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From named tensors of a file to the parameters of a module, by a name map that the model family gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax import Array
+
+from hisparse_jax.errors import UserError
+
+_SHOWN = 5  # names of one kind in an error
+
+
+class Source(Protocol):
+    """A checkpoint as named tensors."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in errors."""
+        ...
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of all tensors, `[out, in]` for a projection. Reads no data."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, dequantised to a float type that NumPy or ml_dtypes knows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter of a module and the tensors it is made of.
+
+    Attributes:
+      path: the parameter, dotted: "layers.attention.query.kernel".
+      name: the tensor; "{layer}" and "{expert}" stand for numbers.
+      transpose: the tensor is `[out, in]` and the parameter `[in, out]`.
+      layers: numbers for "{layer}", stacked along the first axis; None if the name has none.
+      experts: how many numbers stand for "{expert}", stacked along the next axis; None if the name has none.
+    """
+
+    path: str
+    name: str
+    transpose: bool = False
+    layers: Sequence[int] | None = None
+    experts: int | None = None
+
+    def parts(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The tensors with their place along the stacked axes."""
+        for i, layer in enumerate([None] if self.layers is None else self.layers):
+            for expert in [None] if self.experts is None else range(self.experts):
+                where = (() if layer is None else (i,)) + (() if expert is None else (expert,))
+                yield where, self.name.format(layer=layer, expert=expert)
+
+    @property
+    def stacked_axes(self) -> int:
+        return (self.layers is not None) + (self.experts is not None)
+
+
+def load_parameters(
+    source: Source, entries: Iterable[Entry], state: Any, *, ignore: Sequence[str] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Array]:  # fmt: skip
+    """Reads the parameters of a module, one tensor at a time.
+
+    Args:
+      source: where the tensors are.
+      entries: the name map, one entry for each parameter.
+      state: the module's abstract state (`nnx.state(nnx.eval_shape(...))`): shapes and types to fill.
+      ignore: regular expressions of tensors that are no parameters of this module.
+      progress: called with tensors read and tensors in all.
+    Returns:
+      flat parameters, in the order of the leaves of `state`.
+    Raises:
+      UserError: all missing, unexpected and misshapen tensors, in one message.
+    """
+    by_path = {entry.path: entry for entry in entries}
+    leaves = [(_dotted(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
+    if set(by_path) != {path for path, _ in leaves}:
+        odd = sorted(set(by_path) ^ {path for path, _ in leaves})
+        raise ValueError(f"the name map and the module disagree about {', '.join(odd)}")
+    _check(source, by_path, dict(leaves), ignore)
+
+    total, done, filled = sum(1 for entry in by_path.values() for _ in entry.parts()), 0, []
+    for path, leaf in leaves:
+        entry, values = by_path[path], np.empty(leaf.shape, leaf.dtype)
+        for where, name in entry.parts():
+            tensor = source.read(name)
+            values[where] = tensor.T if entry.transpose else tensor
+            done += 1
+            progress(done, total)
+        filled.append(jax.device_put(values))
+    return filled
+
+
+def _check(source: Source, entries: Mapping[str, Entry], leaves: Mapping[str, Any], ignore: Sequence[str]) -> None:
+    shapes = dict(source.shapes())
+    missing, misshapen, wanted = [], [], set()
+    for path, entry in entries.items():
+        want = tuple(leaves[path].shape[entry.stacked_axes :])
+        want = want[::-1] if entry.transpose else want
+        for _, name in entry.parts():
+            wanted.add(name)
+            if name not in shapes:
+                missing.append(name)
+            elif tuple(shapes[name]) != want:
+                misshapen.append(f"{name} (expected {list(want)}, got {list(shapes[name])})")
+    skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignore) or r"(?!)")
+    unexpected = [name for name in shapes if name not in wanted and not skipped.fullmatch(name)]
+    problems = [
+        f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+        if names
+    ]
+    if problems:
+        raise UserError(f"{source.name}: the tensors do not fit the model: {'; '.join(problems)}")
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    """A pytree path as "a.b.c", less the leaf's own "value"."""
+    keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+    return ".".join(key for key in keys if key != "value")

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode loop: one jitted function that runs a chunk of steps for all request slots.
+
+This file is the one place where the decode step is jitted: donation, placement and compiler options are declared here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from hisparse_jax.cache.backup import end_step
+from hisparse_jax.cache.layout import Layout
+from hisparse_jax.cache.state import Cache, begin_step, entering, placements
+from pallas_kernels.common import Implementation
+
+Params = Any
+
+
+class Model(Protocol):
+    """What the decode loop and the engine need of a model. Methods are traced; `params` is any pytree."""
+
+    def decode(self, params: Params, token: Array, cache: Cache) -> tuple[Array, Cache]:
+        """One token per request: int32 `[R]` to float32 logits `[R, V]`; `cache` is of a step that has begun."""
+        ...
+
+    def prefill(self, params: Params, tokens: Array, start: Array, scratch: Any) -> tuple[Array, Any]:
+        """A chunk of one prompt: int32 `[C]` at positions `start..` to hidden states `[C, D]` and new scratch."""
+        ...
+
+    def logits(self, params: Params, hidden: Array) -> Array:
+        """Hidden states `[..., D]` to float32 logits `[..., V]`."""
+        ...
+
+    def new_index(self, layout: Layout) -> Any:
+        """Empty index state, leaves `[layers, R, ...]`."""
+        ...
+
+    def new_scratch(self, layout: Layout, chunk: int) -> Any:
+        """Memory for the prefill of one request of up to `layout.context_tokens`, in chunks of `chunk` tokens."""
+        ...
+
+    def rows(self, scratch: Any, space: Array, layout: Layout) -> Array:
+        """The rows of one space as prefill computed them: uint32 `[S, words]`."""
+        ...
+
+    def index_of(self, scratch: Any, tokens: Array, layout: Layout) -> Any:
+        """Index state of one prefilled request of `tokens` tokens: leaves `[layers, ...]`."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """What goes from one chunk of steps to the next.
+
+    Attributes:
+      cache: the cache between two steps.
+      token: int32 `[R]`, the token each request feeds next.
+      remaining: int32 `[R]`, tokens each request may still emit; 0 for one that is done or a free slot.
+    """
+
+    cache: Cache
+    token: Array
+    remaining: Array
+
+
+class Steps(NamedTuple):
+    """What a chunk of steps gives out.
+
+    Attributes:
+      token: int32 `[steps, R]`, the emitted tokens, -1 where a request took no part.
+      counters: int32 `[steps, tables, R, 3]`, hits, ring hits and misses.
+      logits: float32 `[steps, R, V]`, or None if they were not asked for.
+    """
+
+    token: Array
+    counters: Array
+    logits: Array | None
+
+
+def decode_step(
+    model: Model, params: Params, state: DecodeState, *, stop_tokens: Sequence[int] = (), keep_logits: bool = False,
+    implementation: Implementation = "auto",
+) -> tuple[DecodeState, Steps]:  # fmt: skip
+    """One step: each active request feeds a token, appends its record and emits the most likely next token."""
+    active = state.remaining > 0
+    cache = begin_step(state.cache, active)
+    logits, cache = model.decode(params, state.token, cache)
+    counters = cache.counters
+    with jax.named_scope("backup"):
+        cache = end_step(cache, implementation)
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    stops = jnp.isin(token, jnp.asarray(stop_tokens, jnp.int32)) if stop_tokens else jnp.zeros_like(active)
+    remaining = jnp.where(active & ~stops, state.remaining - 1, 0)
+    out = Steps(jnp.where(active, token, -1), counters, logits if keep_logits else None)
+    return DecodeState(cache, jnp.where(active, token, state.token), remaining), out
+
+
+def compile_decode(
+    model: Model, state: DecodeState, *, steps: int, stop_tokens: Sequence[int] = (), keep_logits: bool = False,
+    implementation: Implementation = "auto", compiler_options: Mapping[str, Any] | None = None,
+) -> Callable[[Params, DecodeState], tuple[DecodeState, Steps]]:  # fmt: skip
+    """The jitted chunk of `steps` decode steps. Lengths may grow without compiling again.
+
+    Args:
+      model: see `Model`.
+      state: an example of the state, for its placement.
+      steps: decode steps of a call.
+      stop_tokens: a request that emits one of them is done.
+      keep_logits: give out the logits of every step.
+      implementation: of backup: "auto", "xla" or "mosaic_gpu".
+      compiler_options: options for XLA.
+    Returns:
+      a function of parameters and state; the state it is given is donated.
+    """
+    one = partial(
+        decode_step, model, stop_tokens=tuple(stop_tokens), keep_logits=keep_logits, implementation=implementation
+    )
+
+    def chunk(params: Params, state: DecodeState) -> tuple[DecodeState, Steps]:
+        state = replace(state, cache=entering(state.cache))
+        return lax.scan(lambda state, _: one(params, state), state, length=steps)
+
+    placed = jax.tree.map(lambda _: None, state, is_leaf=lambda x: isinstance(x, Cache))
+    placed = DecodeState(placements(state.cache), placed.token, placed.remaining)
+    return jax.jit(chunk, donate_argnums=1, out_shardings=(placed, None), compiler_options=compiler_options)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resolve on the state of a cache: from selected records to places among the hot rows, misses fetched."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from hisparse_jax.cache.append import with_rows
+from hisparse_jax.cache.layout import Address
+from hisparse_jax.cache.state import Cache
+from pallas_kernels import fetch as fetch_kernel
+from pallas_kernels import resolve as resolve_kernel
+from pallas_kernels.common import Implementation
+from pallas_kernels.resolve import Plan
+
+
+class Resolution(NamedTuple):
+    """What a selection group shares after its anchor has resolved.
+
+    Attributes:
+      selected: int32 `[R, K]`, the records, ascending, -1 padded.
+      place: int32 `[R, K]`, where each is among the hot rows of every layer of the group; -1 where nothing is.
+      plan: what the anchor fetched and its followers have to fetch; None when residency is "full".
+    """
+
+    selected: Array
+    place: Array
+    plan: Plan | None
+
+
+def resolve(
+    cache: Cache, address: Address, selected: Array, implementation: Implementation = "auto"
+) -> tuple[Resolution, Cache]:
+    """Gives every selected record a slot and brings the missing rows of the anchor in.
+
+    Args:
+      cache: the cache of a step that has begun, with the newest token appended.
+      address: the anchor (position 0 of its group).
+      selected: int32 `[R, K]`, ids ascending and unique, below the request's length, -1 padded.
+      implementation: of the kernels: "auto", "xla" or "mosaic_gpu".
+    """
+    layout = cache.layout
+    base = cache.base[:, None]
+    if layout.is_full:
+        found = jnp.sum(selected >= 0, axis=1, dtype=jnp.int32)
+        counters = jnp.stack([found, jnp.zeros_like(found), jnp.zeros_like(found)], axis=1)
+        cache = cache.replace(counters=cache.counters.at[address.table].set(counters))
+        return Resolution(selected, jnp.where(selected >= 0, base + selected, -1), None), cache
+    with jax.named_scope("resolve"):
+        found = resolve_kernel.resolve(
+            selected, cache.length, cache.slot_ids, cache.recency, cache.page_table, address.table,
+            ring_slots=layout.ring_slots, page_records=layout.page_records, implementation=implementation,
+        )  # fmt: skip
+    counters = cache.counters.at[address.table].set(found.counters)
+    cache = cache.replace(slot_ids=found.slot_ids, recency=found.recency, counters=counters)
+    place = jnp.where(found.slots >= 0, base + found.slots, -1)
+    return Resolution(selected, place, found.plan), fetch(cache, address, found.plan, implementation)
+
+
+def fetch(cache: Cache, address: Address, plan: Plan | None, implementation: Implementation = "auto") -> Cache:
+    """Brings the planned rows of one space in. A follower calls it with its anchor's plan."""
+    if plan is None or cache.layout.residency == "no_io":
+        return cache
+    with jax.named_scope("fetch"):
+        rows = fetch_kernel.fetch(
+            cache.pool, cache.hot_rows[address.position], plan, cache.base, address.space, address.group,
+            rows_per_space=cache.layout.rows_per_space, implementation=implementation,
+        )  # fmt: skip
+    return with_rows(cache, address.position, rows)

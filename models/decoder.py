@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense decoder of Llama, Qwen2 and Qwen3 shape, decoding over Quest pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from hisparse_jax.cache.layout import Address, Layout
+from hisparse_jax.cache.state import Cache
+from hisparse_jax.selection import QuestIndex, QuestRule, page_bounds, quest_index
+from models.config import GqaConfig
+from models.gqa import QuestAttention
+from models.layers import MLP, RMSNorm, linear, precision
+from pallas_kernels.common import Implementation
+from pallas_kernels.words import to_words
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each with its norm and a residual connection."""
+
+    def __init__(
+        self, config: GqaConfig, rule: QuestRule, *, dtype: DTypeLike, rngs: nnx.Rngs, implementation: Implementation
+    ) -> None:
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
+        self.attention = QuestAttention(config, rule, dtype=dtype, rngs=rngs, implementation=implementation)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
+        self.mlp = MLP(config.hidden, config.mlp_width, dtype=dtype, rngs=rngs)
+
+    def decode(self, x: Array, cache: Cache, address: Address) -> tuple[Array, Cache]:
+        out, cache = self.attention.decode(self.attention_norm(x), cache, address)
+        return self._mlp(x + out), cache
+
+    def prefill(self, x: Array, stored: Array, layer: Array, start: Array) -> tuple[Array, Array]:
+        out, stored = self.attention.prefill(self.attention_norm(x), stored, layer, start)
+        return self._mlp(x + out), stored
+
+    def _mlp(self, x: Array) -> Array:
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+class QuestDecoder(nnx.Module):
+    """Embedding, scanned layers, head. Implements `hisparse_jax.decode.Model` through `models.functional`.
+
+    Args:
+      config: shapes.
+      rule: how pages are selected while decoding.
+      dtype: type of parameters, arithmetic and stored keys and values.
+      rngs: for the initial parameters.
+      implementation: of the kernels.
+    """
+
+    def __init__(
+        self, config: GqaConfig, rule: QuestRule, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs,
+        implementation: Implementation = "auto",
+    ) -> None:  # fmt: skip
+        self.config, self.dtype = config, jnp.dtype(dtype)
+
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap
+        def stack(rngs: nnx.Rngs) -> Layer:
+            return Layer(config, rule, dtype=dtype, rngs=rngs, implementation=implementation)
+
+        self.embed = nnx.Embed(config.vocab, config.hidden, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.layers = stack(rngs)
+        self.norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
+        if not config.tied_head:
+            self.head = linear(config.hidden, config.vocab, dtype=dtype, rngs=rngs)
+
+    def decode(self, token: Array, cache: Cache) -> tuple[Array, Cache]:
+        """One token of each request: int32 `[R]` to float32 logits `[R, V]`."""
+
+        def step(layer: Layer, number: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
+            return layer.decode(x, cache, Address(space=number, table=number, position=0, group=number))
+
+        x, cache = self._scan(step, self.embed(token), cache)
+        return self.logits(x), cache
+
+    def prefill(self, tokens: Array, start: Array, stored: Array) -> tuple[Array, Array]:
+        """A chunk of one prompt: int32 `[C]` at positions `start..` to hidden states `[C, D]`."""
+
+        def step(layer: Layer, number: Array, x: Array, stored: Array) -> tuple[Array, Array]:
+            return layer.prefill(x, stored, number, start)
+
+        return self._scan(step, self.embed(tokens), stored)
+
+    def logits(self, x: Array) -> Array:
+        """Hidden states `[..., D]` to float32 logits `[..., V]`."""
+        x = self.norm(x)
+        kernel = self.embed.embedding[...].T if self.config.tied_head else self.head.kernel[...]
+        return jnp.matmul(x, kernel, precision=precision(self.dtype), preferred_element_type=jnp.float32)
+
+    def _scan(self, step: Callable[..., tuple[Array, Any]], x: Array, state: Any) -> tuple[Array, Any]:
+        """Runs `step(layer, number, x, state)` over the layers, which share one compiled body."""
+        definition, parameters = nnx.split(self.layers)
+
+        def body(carry: tuple[Array, Any], item: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
+            return step(nnx.merge(definition, item[0]), item[1], *carry), None
+
+        return lax.scan(body, (x, state), (parameters, jnp.arange(self.config.layers)))[0]
+
+    # What prefill leaves for the cache -----------------------------------------------------------------------------
+
+    def new_index(self, layout: Layout) -> QuestIndex:
+        """Empty bounds of all pages."""
+        return quest_index(layout, self.config.layers, self.config.kv_heads, self.config.head_dim, self.dtype)
+
+    def new_scratch(self, layout: Layout, chunk: int) -> Array:
+        """Keys and values of one prompt, `[L, T, 2, G, C]`; T is a multiple of the chunk."""
+        tokens = -(-layout.context_tokens // chunk) * chunk
+        shape = (self.config.layers, tokens, 2, self.config.kv_heads, self.config.head_dim)
+        return jnp.zeros(shape, self.dtype)
+
+    def rows(self, stored: Array, space: Array, layout: Layout) -> Array:
+        """One layer's pages: uint32 `[S, words]`."""
+        tokens = _fit(stored[space], layout.records * layout.record_tokens)
+        return to_words(tokens.reshape(layout.records, -1))
+
+    def index_of(self, stored: Array, tokens: Array, layout: Layout) -> QuestIndex:
+        """Bounds of one prompt's pages, `[L, S, G, C]`."""
+
+        def one(layer: Array) -> tuple[Array, Array]:
+            keys = _fit(layer[:, 0], layout.records * layout.record_tokens)
+            return page_bounds(keys, tokens, layout.record_tokens)
+
+        return QuestIndex(*lax.map(one, stored))
+
+
+def _fit(x: Array, length: int) -> Array:
+    """`x` cut or zero-padded to `length` along its first axis."""
+    missing = max(length - len(x), 0)
+    return jnp.pad(x[:length], [(0, missing)] + [(0, 0)] * (x.ndim - 1))

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces that families share: norms, rotary embedding, projections, MLP, attention of a prefill chunk."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from models.config import RopePairing
+
+
+def precision(dtype: DTypeLike) -> lax.Precision | None:
+    """float32 means float32 on every backend; narrower types take the backend's default."""
+    return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+
+
+def rms(x: Array, weight: Array, eps: float) -> Array:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, computed in float32, in the type of `x`."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope(x: Array, position: Array, *, theta: float, pairing: RopePairing) -> Array:
+    """Rotates all channels of `x` by their position.
+
+    Args:
+      x: `[T, ..., C]`.
+      position: int32 `[T]`.
+      theta: base; channel pair j turns by `position * theta^(-2j/C)`.
+      pairing: "pairs" rotates channels (2j, 2j + 1) together, "halves" (j, j + C/2).
+    """
+    channels = x.shape[-1]
+    frequency = theta ** (-jnp.arange(0, channels, 2, dtype=jnp.float32) / channels)
+    angle = position.astype(jnp.float32)[:, None] * frequency
+    angle = angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), -1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    wide = x.astype(jnp.float32)
+    if pairing == "pairs":
+        a, b = wide[..., ::2], wide[..., 1::2]
+    else:
+        a, b = jnp.split(wide, 2, axis=-1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    out = jnp.stack(turned, axis=-1).reshape(x.shape) if pairing == "pairs" else jnp.concatenate(turned, axis=-1)
+    return out.astype(x.dtype)
+
+
+def linear(inputs: int, outputs: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
+    """A projection whose parameters and arithmetic are of one type."""
+    return nnx.Linear(
+        inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, precision=precision(dtype), rngs=rngs
+    )
+
+
+class RMSNorm(nnx.Module):
+    """RMS norm over the last axis with a weight."""
+
+    def __init__(self, width: int, eps: float, *, dtype: DTypeLike) -> None:
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(width, dtype))
+
+    def __call__(self, x: Array) -> Array:
+        return rms(x, self.scale[...], self.eps)
+
+
+class MLP(nnx.Module):
+    """`(silu(x G) * (x U)) D`."""
+
+    def __init__(self, hidden: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.gate = linear(hidden, width, dtype=dtype, rngs=rngs)
+        self.up = linear(hidden, width, dtype=dtype, rngs=rngs)
+        self.down = linear(width, hidden, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+def chunk_attention(query: Array, stored: Array, layer: Array, start: Array, *, scale: float) -> Array:
+    """Causal attention of a chunk of one prompt over the history and itself, block by block.
+
+    Args:
+      query: `[C, G, heads, channels]`, at positions `start..start + C - 1`.
+      stored: `[L, T, 2, G, channels]`, keys and values of all layers; T is a multiple of C, and so is `start`.
+      layer: int32 scalar.
+      start: int32 scalar.
+      scale: factor of the logits.
+    Returns:
+      float32 `[C, G, heads, channels]`.
+    """
+    chunk, groups, heads, channels = query.shape
+    position = jnp.arange(chunk)
+    compute = {"preferred_element_type": jnp.float32, "precision": precision(query.dtype)}
+
+    def block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        at = (layer, number * chunk, 0, 0, 0)
+        kv = lax.dynamic_slice(stored, at, (1, chunk, 2, groups, channels))[0]
+        logits = jnp.einsum("qghc,kgc->ghqk", query, kv[:, 0], **compute) * scale
+        seen = number * chunk + position <= (start + position)[:, None]
+        logits = jnp.where(seen, logits, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
+        weight = jnp.exp(logits - new_top[..., None])
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + jnp.sum(weight, axis=-1)
+        values = jnp.einsum("ghqk,kgc->ghqc", weight.astype(query.dtype), kv[:, 1], **compute)
+        return new_top, total, out * shrink[..., None] + values
+
+    # Every query sees the first key of block 0, so no maximum stays at -inf.
+    state = (
+        jnp.full((groups, heads, chunk), -jnp.inf),
+        jnp.zeros((groups, heads, chunk)),
+        jnp.zeros((groups, heads, chunk, channels)),
+    )
+    with jax.named_scope("prefill_attention"):
+        _, total, out = lax.fori_loop(0, start // chunk + 1, block, state)
+    return jnp.moveaxis(out / total[..., None], 2, 0)
