@@ -126,4 +126,4 @@ def _check(source: Source, entries: Mapping[str, Entry], leaves: Mapping[str, An
 def _dotted(path: tuple[Any, ...]) -> str:
     """A pytree path as "a.b.c", less the leaf's own "value"."""
     keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-    return ".".join(key for key in keys if key != "value")
+    return ".".join(keys[:-1] if keys[-1] == "value" else keys)
