@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers: built from the vocabulary inside a GGUF file, run by the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hisparse_jax.checkpoint.gguf import GgufFile
+from hisparse_jax.errors import UserError
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF that are matched whole
+
+# What splits text before the merges apply, by the name that GGUF files use.
+PRE_TOKENIZERS = ("gpt-2", "default", "smollm", "qwen2")
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+      backend: a `tokenizers.Tokenizer`.
+      stop_tokens: ids that end a reply.
+      chat_template: Jinja source of the chat format, or None.
+    """
+
+    backend: Any
+    stop_tokens: tuple[int, ...]
+    chat_template: str | None = None
+    bos_token: str = ""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; names of control tokens in it are taken as these tokens. None is added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], *, keep_control: bool = False) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=not keep_control)
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> str:
+        """The text of a conversation that the model is to continue.
+
+        Args:
+          messages: dicts of "role" and "content".
+        Raises:
+          UserError: the model has no chat template.
+        """
+        if self.chat_template is None:
+            raise UserError("the model file has no chat template; give a plain prompt (prompt.chat: false)")
+        try:
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise UserError("chat templates need jinja2: pip install 'hisparse-jax[models]'") from error
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        template = environment.from_string(self.chat_template)
+        return template.render(messages=list(messages), add_generation_prompt=True, bos_token=self.bos_token)
+
+
+def from_gguf(file: GgufFile) -> Tokenizer:
+    """The tokenizer that a GGUF file carries.
+
+    Raises:
+      UserError: a kind of tokenizer that is not byte-level BPE, or an unknown pre-tokenizer.
+    """
+    try:
+        from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+    except ImportError as error:
+        raise UserError("tokenizers are needed: pip install 'hisparse-jax[models]'") from error
+    kind, split = file.field("tokenizer.ggml.model"), file.field("tokenizer.ggml.pre", "default")
+    if kind != "gpt2":
+        raise UserError(f"{file.path}: tokenizer model {kind!r} is not supported; supported: gpt2 (byte-level BPE)")
+    if split not in PRE_TOKENIZERS:
+        raise UserError(
+            f"{file.path}: pre-tokenizer {split!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
+        )
+    tokens, types = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.token_type")
+    merges = [tuple(pair.split(" ", 1)) for pair in file.field("tokenizer.ggml.merges")]
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    if split == "qwen2":
+        backend.normalizer = normalizers.NFC()
+        pieces = [
+            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    else:
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
+        pieces = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+    backend.decoder = decoders.ByteLevel()
+    whole = [token for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in whole])
+
+    stops = {file.field(f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")}
+    bos = file.field("tokenizer.ggml.bos_token_id", -1)
+    return Tokenizer(
+        backend=backend,
+        stop_tokens=tuple(sorted(stops - {-1})),
+        chat_template=file.field("tokenizer.chat_template", "") or None,
+        bos_token=tokens[bos] if bos >= 0 else "",
+    )

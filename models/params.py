@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name maps of the GQA decoders: which tensors of a checkpoint make up which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hisparse_jax.checkpoint.load import Entry
+from models.config import GqaConfig
+
+# The parts of a decoder as the two file formats call them; weights are `<name>.weight`, biases `<name>.bias`.
+HUGGING_FACE = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "layers.attention_norm": "model.layers.{layer}.input_layernorm",
+    "layers.attention.query": "model.layers.{layer}.self_attn.q_proj",
+    "layers.attention.key": "model.layers.{layer}.self_attn.k_proj",
+    "layers.attention.value": "model.layers.{layer}.self_attn.v_proj",
+    "layers.attention.out": "model.layers.{layer}.self_attn.o_proj",
+    "layers.attention.query_norm": "model.layers.{layer}.self_attn.q_norm",
+    "layers.attention.key_norm": "model.layers.{layer}.self_attn.k_norm",
+    "layers.mlp_norm": "model.layers.{layer}.post_attention_layernorm",
+    "layers.mlp.gate": "model.layers.{layer}.mlp.gate_proj",
+    "layers.mlp.up": "model.layers.{layer}.mlp.up_proj",
+    "layers.mlp.down": "model.layers.{layer}.mlp.down_proj",
+}
+GGUF = {
+    "embed": "token_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "layers.attention_norm": "blk.{layer}.attn_norm",
+    "layers.attention.query": "blk.{layer}.attn_q",
+    "layers.attention.key": "blk.{layer}.attn_k",
+    "layers.attention.value": "blk.{layer}.attn_v",
+    "layers.attention.out": "blk.{layer}.attn_output",
+    "layers.attention.query_norm": "blk.{layer}.attn_q_norm",
+    "layers.attention.key_norm": "blk.{layer}.attn_k_norm",
+    "layers.mlp_norm": "blk.{layer}.ffn_norm",
+    "layers.mlp.gate": "blk.{layer}.ffn_gate",
+    "layers.mlp.up": "blk.{layer}.ffn_up",
+    "layers.mlp.down": "blk.{layer}.ffn_down",
+}
+
+
+def gqa_entries(config: GqaConfig, names: Mapping[str, str]) -> list[Entry]:
+    """The name map of a dense decoder.
+
+    Args:
+      config: shapes; says which parameters there are.
+      names: `HUGGING_FACE` or `GGUF`.
+    """
+    layers = range(config.layers)
+
+    def entry(part: str, parameter: str, suffix: str = "weight") -> Entry:
+        in_layer = part.startswith("layers.")
+        return Entry(
+            f"{part}.{parameter}", f"{names[part]}.{suffix}", transpose=parameter == "kernel",
+            layers=layers if in_layer else None,
+        )  # fmt: skip
+
+    projections = ["query", "key", "value", "out"]
+    entries = [entry("embed", "embedding"), entry("norm", "scale")]
+    entries += [entry(f"layers.{norm}", "scale") for norm in ("attention_norm", "mlp_norm")]
+    entries += [entry(f"layers.attention.{part}", "kernel") for part in projections]
+    entries += [entry(f"layers.mlp.{part}", "kernel") for part in ("gate", "up", "down")]
+    if config.qkv_bias:
+        entries += [entry(f"layers.attention.{part}", "bias", "bias") for part in projections[:3]]
+    if config.qk_norm:
+        entries += [entry(f"layers.attention.{part}_norm", "scale") for part in ("query", "key")]
+    if not config.tied_head:
+        entries.append(entry("head", "kernel"))
+    return entries
