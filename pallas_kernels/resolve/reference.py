@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import jax
@@ -37,6 +38,19 @@ def _stable_partition(rank: Array) -> Array:
 def hit_first_lru(hit: Array, loaded: Array) -> Array:
     """Kept, then newly loaded, then hit: a hit outranks what was just loaded."""
     return _stable_partition(jnp.where(hit, 2, jnp.where(loaded, 1, 0)))
+
+
+def plain_lru(hit: Array, loaded: Array) -> Array:
+    """Kept, then used: what a step hit and what it loaded are equally recent, and the old order decides."""
+    return _stable_partition(jnp.where(hit | loaded, 1, 0))
+
+
+def fifo(hit: Array, loaded: Array) -> Array:
+    """Only loading moves a slot: the slot that was filled first is replaced first, unless this step hits it."""
+    return _stable_partition(jnp.where(loaded, 1, 0))
+
+
+ORDERS: Mapping[str, Order] = {"hit_first_lru": hit_first_lru, "plain_lru": plain_lru, "fifo": fifo}
 
 
 def resolve_row(
