@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.backup import reference
+from pallas_kernels.backup import mosaic_gpu, reference
 from pallas_kernels.common import Implementation, check, choose
 
 __all__ = ["backup"]
@@ -28,5 +28,5 @@ def backup(pool: Array, rows: Array, host_row: Array, *, implementation: Impleme
     check("backup", "pool", pool, (None, None), jnp.uint32)
     check("backup", "rows", rows, (None, pool.shape[1]), jnp.uint32)
     check("backup", "host_row", host_row, (rows.shape[0],), jnp.int32)
-    choose(implementation, "backup")
-    return reference.backup(pool, rows, host_row)
+    chosen = choose(implementation, "backup", mosaic_gpu.unsupported(*reversed(rows.shape)))
+    return (mosaic_gpu if chosen == "mosaic_gpu" else reference).backup(pool, rows, host_row)

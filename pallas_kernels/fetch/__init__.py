@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common import Implementation, check, choose
-from pallas_kernels.fetch import reference
+from pallas_kernels.fetch import mosaic_gpu, reference
 from pallas_kernels.resolve.types import Plan
 
 __all__ = ["fetch"]
@@ -43,6 +43,8 @@ def fetch(
     check("fetch", "plan.slot", plan.slot, (requests, width), jnp.int32)
     check("fetch", "plan.count", plan.count, (requests,), jnp.int32)
     check("fetch", "base", base, (requests,), jnp.int32)
-    choose(implementation, "fetch")
+    reason = mosaic_gpu.unsupported(hot_rows.shape[2], requests * width)
+    chosen = choose(implementation, "fetch", reason)
+    run = mosaic_gpu.fetch if chosen == "mosaic_gpu" else reference.fetch
     space, group = jnp.asarray(space, jnp.int32), jnp.asarray(group, jnp.int32)
-    return reference.fetch(pool, hot_rows, plan, base, space, group, rows_per_space=rows_per_space)
+    return run(pool, hot_rows, plan, base, space, group, rows_per_space=rows_per_space)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common import Implementation, check, choose
-from pallas_kernels.resolve import reference
+from pallas_kernels.fetch import reference as fetch_reference
+from pallas_kernels.resolve import mosaic_gpu, reference
 from pallas_kernels.resolve.types import Plan, Resolved
 
-__all__ = ["Plan", "Resolved", "resolve"]
+__all__ = ["Plan", "Resolved", "resolve", "resolve_and_fetch"]
 
 MAX_HOT_SLOTS = 32767  # recency is int16
 
@@ -42,22 +43,70 @@ def resolve(
     Raises:
       ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
     """
+    chosen = _choose("resolve", implementation, selected, length, slot_ids, recency, page_table, ring_slots, page_records, order)
+    args = (selected, length, slot_ids, recency, page_table, jnp.asarray(table, jnp.int32))
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.resolve(*args, ring_slots=ring_slots, page_records=page_records)[0]
+    return reference.resolve(*args, ring_slots=ring_slots, page_records=page_records, order=order)
+
+
+def resolve_and_fetch(
+    pool: Array, hot_rows: Array, selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array,
+    base: Array, table: Array | int, space: Array | int, group: Array | int, *, rows_per_space: int, ring_slots: int,
+    page_records: int, order: reference.Order = reference.hit_first_lru, implementation: Implementation = "auto",
+) -> tuple[Resolved, Array]:  # fmt: skip
+    """Resolve, and the fetch of its plan, in one kernel where there is one.
+
+    ```
+    resolved = resolve(selected, length, slot_ids, recency, page_table, table, ...)
+    return resolved, fetch(pool, hot_rows, resolved.plan, base, space, group, rows_per_space=rows_per_space)
+    ```
+
+    Args, shapes and errors: see `resolve` and `pallas_kernels.fetch.fetch`.
+    Returns:
+      What resolve gives, and the new `hot_rows`.
+    """
+    check("resolve_and_fetch", "hot_rows", hot_rows, (None, None, None), jnp.uint32)
+    check("resolve_and_fetch", "pool", pool, (None, hot_rows.shape[2]), jnp.uint32)
+    check("resolve_and_fetch", "base", base, (selected.shape[0],), jnp.int32)
+    chosen = _choose(
+        "resolve_and_fetch", implementation, selected, length, slot_ids, recency, page_table, ring_slots, page_records,
+        order, words=hot_rows.shape[2],
+    )  # fmt: skip
+    table, space, group = (jnp.asarray(x, jnp.int32) for x in (table, space, group))
+    args = (selected, length, slot_ids, recency, page_table, table)
+    if chosen == "mosaic_gpu":
+        rows = (pool, hot_rows, base, space, group)
+        return mosaic_gpu.resolve(
+            *args, ring_slots=ring_slots, page_records=page_records, rows=rows, rows_per_space=rows_per_space
+        )
+    resolved = reference.resolve(*args, ring_slots=ring_slots, page_records=page_records, order=order)
+    return resolved, fetch_reference.fetch(
+        pool, hot_rows, resolved.plan, base, space, group, rows_per_space=rows_per_space
+    )
+
+
+def _choose(
+    operation: str, implementation: str, selected: Array, length: Array, slot_ids: Array, recency: Array,
+    page_table: Array, ring_slots: int, page_records: int, order: reference.Order, words: int = 0,
+) -> str:  # fmt: skip
+    """Checks the arguments and gives back the implementation to run."""
     _, requests, hot_slots = slot_ids.shape if slot_ids.ndim == 3 else (0, 0, 0)
-    check("resolve", "slot_ids", slot_ids, (None, None, None), jnp.int32)
-    check("resolve", "recency", recency, slot_ids.shape, jnp.int16)
-    check("resolve", "selected", selected, (requests, None), jnp.int32)
-    check("resolve", "length", length, (requests,), jnp.int32)
-    check("resolve", "page_table", page_table, (requests, None), jnp.int32)
+    check(operation, "slot_ids", slot_ids, (None, None, None), jnp.int32)
+    check(operation, "recency", recency, slot_ids.shape, jnp.int16)
+    check(operation, "selected", selected, (requests, None), jnp.int32)
+    check(operation, "length", length, (requests,), jnp.int32)
+    check(operation, "page_table", page_table, (requests, None), jnp.int32)
     if not selected.shape[1] <= hot_slots <= MAX_HOT_SLOTS:
         raise ValueError(
-            f"resolve: hot slots must be between K = {selected.shape[1]} and {MAX_HOT_SLOTS}, got {hot_slots}"
+            f"{operation}: hot slots must be between K = {selected.shape[1]} and {MAX_HOT_SLOTS}, got {hot_slots}"
         )
     if ring_slots < 1 or page_records < 1:
         raise ValueError(
-            f"resolve: ring_slots and page_records must be at least 1, got {ring_slots} and {page_records}"
+            f"{operation}: ring_slots and page_records must be at least 1, got {ring_slots} and {page_records}"
         )
-    choose(implementation, "resolve")
-    return reference.resolve(
-        selected, length, slot_ids, recency, page_table, jnp.asarray(table, jnp.int32), ring_slots=ring_slots,
-        page_records=page_records, order=order,
-    )  # fmt: skip
+    context = page_table.shape[1] * page_records
+    reason = mosaic_gpu.unsupported(selected.shape[1], hot_slots, context, words)
+    if order is not reference.hit_first_lru:
+        reason = "the kernel has one order of replacement, hit-first LRU"
+    return choose(implementation, operation, reason)

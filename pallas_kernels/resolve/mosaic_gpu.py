@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resolve as a Mosaic GPU kernel, alone or with the fetch of what is missing.
+
+A request is served by a cluster of programs. All of them work the same plan out of the old tables; each then copies
+its share of the rows, and the first ones publish. With E evictable slots and M misses, for a request longer than H:
+
+1. select   a bitmap of the selected ids, with the place of the first id of each word;
+2. probe    slots in recency order: hit if the bitmap has the slot's id, whose rank is its place among the selected.
+            `order` gets the evictable slots from the front and the hit ones from the back;
+3. place    each selected id: ring slot, hit slot, or as the m-th miss the victim order[m];
+4. publish  slots, plan and counters; new recency = order[M:E], order[:M], hits; new ids of the victims;
+5. fetch    row of miss m to slot order[m].
+
+No lane reads a table after step 2, and programs publish only when the whole cluster is past it: that is what makes
+changing the tables in place right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import indexed
+from pallas_kernels.resolve.tuning import Tuning, tuning
+from pallas_kernels.resolve.types import Plan, Resolved
+
+SHARED_BYTES = 220 * 1024  # of the 227 KiB a program can have
+MAX_PER_LANE = 4
+_NEVER = jnp.iinfo(jnp.int32).max
+
+
+def shared_bytes(selected: int, hot_slots: int, context: int, *, bitmap: bool) -> int:
+    """Shared memory of a program: order, slot and host row of each selected id, and the set of selected ids."""
+    ids = -(-context // 32) * 6 if bitmap else selected * 4
+    return 2 * hot_slots + 6 * selected + ids + 8 * 1024
+
+
+def unsupported(selected: int, hot_slots: int, context: int, words: int = 0) -> str | None:
+    """Why the kernel can't take these sizes, or None. `words` of a row, 0 if nothing is fetched."""
+    need = shared_bytes(selected, hot_slots, context, bitmap=False)
+    if need > SHARED_BYTES:
+        return f"K = {selected} and H = {hot_slots} need {need} bytes of shared memory, it has {SHARED_BYTES}"
+    return indexed.copy_unsupported(words, selected) if words else None
+
+
+def resolve(
+    selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, table: Array, *,
+    ring_slots: int, page_records: int, rows: tuple[Array, ...] | None = None, rows_per_space: int = 0,
+    how: Tuning | None = None,
+) -> tuple[Resolved, Array | None]:  # fmt: skip
+    """See `pallas_kernels.resolve.resolve` and `resolve_and_fetch`.
+
+    Args:
+      rows: None, or pool, hot rows, base, space and group: then the misses are fetched too.
+    Returns:
+      What resolve gives, and the new hot rows or None.
+    """
+    (requests, width), (_, _, hot_slots) = selected.shape, slot_ids.shape
+    context = page_table.shape[1] * page_records
+    how = how or tuning(4 * rows[0].shape[1] if rows else 0, requests)
+    programs, threads = how.programs, how.threads
+    by_bitmap = shared_bytes(width, hot_slots, context, bitmap=True) <= SHARED_BYTES
+    bitmap_words = -(-context // 32)
+
+    def chunks(total: int) -> tuple[int, int]:
+        """Elements per thread and number of rounds that cover `total` elements."""
+        lanes = threads * indexed.LANES
+        per_lane = 1
+        while per_lane < MAX_PER_LANE and per_lane * lanes < total:
+            per_lane *= 2
+        return per_lane * indexed.LANES, -(-total // (per_lane * lanes))
+
+    wait_late = chunks(width)[1] == 1  # just before the tables are written, or before a loop that writes them
+
+    def resolve_kernel(*refs: Any) -> None:
+        rows_refs, refs = (refs[:5], refs[5:]) if rows else (None, refs)
+        (selected_ref, length_ref, pages_ref, table_ref, ids_ref, ages_ref, slots_ref, host_row_ref, slot_ref, count_ref,
+         counters_ref, order, slot_of_place, host_rows, words, first, scratch) = refs  # fmt: skip
+        request, thread = lax.axis_index("request"), lax.axis_index("thread")
+        program = lax.axis_index("program") if programs > 1 else jnp.int32(0)
+        ids_ref, ages_ref = (r.at[table_ref[0], request] for r in (ids_ref, ages_ref))
+        selected_ref, pages_ref = selected_ref.at[request], pages_ref.at[request]
+        slots_ref, host_row_ref, slot_ref = (r.at[request] for r in (slots_ref, host_row_ref, slot_ref))
+        length = length_ref[request]
+
+        def places(total: int, chunk: Any) -> Array:
+            """Which of `total` elements the lanes of this thread hold, -1 past the end."""
+            n, _ = chunks(total)
+            at = (chunk * threads + thread) * n + indexed.positions(n)
+            return jnp.where(at < total, at, -1)
+
+        def rounds(total: int, step: Any, carry: Any) -> Any:
+            """carry = step(chunk, carry) over all chunks; scratch rows alternate so that one barrier a step is enough."""
+            n, steps = chunks(total)
+            if steps == 1:
+                return step(0, carry)
+            return lax.fori_loop(0, steps, step, carry)
+
+        def scratch_of(chunk: Any) -> Any:
+            return scratch.at[chunk % 2] if not isinstance(chunk, int) else scratch.at[chunk]
+
+        def publisher(i: int) -> Any:
+            """The i-th of the things to publish is done by this program."""
+            return program == i % programs
+
+        # Short and inactive requests: no search -----------------------------------------------------------------------
+        def short() -> None:
+            def one(chunk: Any, hits: Array) -> Array:
+                at = places(width, chunk)
+                ids = indexed.gather(selected_ref, at)
+                ids = jnp.where((ids >= 0) & (length > 0), ids, -1)
+                indexed.scatter(slots_ref, at, ids)
+                indexed.scatter(host_row_ref, at, jnp.full_like(at, -1))
+                indexed.scatter(slot_ref, at, jnp.full_like(at, -1))
+                _, found = indexed.prefix_count(scratch_of(chunk), _flag(ids >= 0), threads=threads)
+                return hits + found
+
+            hits = rounds(width, one, jnp.int32(0))
+            zero = jnp.int32(0)
+            _publish_counters(hits, zero, zero)
+
+        def _publish_counters(hits: Array, ring_hits: Array, misses: Array) -> None:
+            i = thread * indexed.LANES + indexed.positions(indexed.LANES)
+            value = jnp.where(i == 0, hits, jnp.where(i == 1, ring_hits, misses))
+            indexed.scatter(counters_ref.at[request], jnp.where(i < 3, i, -1), value)
+            indexed.scatter(count_ref.at[pl.ds(request, 1)], jnp.where(i == 2, 0, -1), value)
+
+        # Longer ones --------------------------------------------------------------------------------------------------
+        def old_tables(chunk: Any) -> tuple[Array, Array, Array]:
+            """Place in the order, slot and record of the slots that this thread probes."""
+            at = places(hot_slots, chunk)
+            slot = indexed.gather(ages_ref, at)
+            return at, slot, indexed.gather(ids_ref, slot)
+
+        def select(chunk: Any, _: Any) -> Any:
+            at = places(width, chunk)
+            ids = indexed.gather(selected_ref, at)
+            if by_bitmap:
+                before = indexed.gather(selected_ref, jnp.where(at > 0, at - 1, -1))
+                indexed.bitmap_insert(words, first, ids, before, at)
+            else:
+                indexed.scatter(words, at, jnp.where(ids >= 0, ids, _NEVER))
+            return _
+
+        def probe(old: Any, chunk: Any, before: Array) -> Array:
+            at, slot, ids = old or old_tables(chunk)
+            place = indexed.bitmap_rank(words, first, ids) if by_bitmap else indexed.search_rank(words, ids)
+            evictable = (at >= 0) & (place < 0)
+            rank, found = indexed.prefix_count(scratch_of(chunk), _flag(evictable), threads=threads)
+            rank = before + rank
+            indexed.scatter(slot_of_place, place, slot)
+            where = jnp.where(evictable, rank, hot_slots - 1 - (at - rank))
+            indexed.scatter(order, jnp.where(at >= 0, where, -1), slot)
+            return before + found
+
+        def place(chunk: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            misses, ring_hits, active = sums
+            at = places(width, chunk)
+            ids = indexed.gather(selected_ref, at)
+            is_selected = ids >= 0
+            known = jnp.maximum(ids, 0)
+            page = lax.div(known, jnp.int32(page_records))
+            host_row = indexed.gather(pages_ref, page) * page_records + lax.rem(known, jnp.int32(page_records))
+            hit_slot = indexed.gather(slot_of_place, at)
+            ring_begin = jnp.maximum(hot_slots, length - ring_slots)
+            in_ring = is_selected & (ids >= ring_begin)
+            miss = is_selected & (ids < ring_begin) & (hit_slot < 0)
+            rank, *found = indexed.prefix_count(
+                scratch_of(chunk), _flag(miss), _flag(in_ring), _flag(is_selected), threads=threads
+            )
+            rank = misses + rank
+            victim = indexed.gather(order, jnp.where(miss, rank, -1))
+            slot = jnp.where(in_ring, hot_slots + lax.rem(known, jnp.int32(ring_slots)), jnp.where(miss, victim, hit_slot))
+            indexed.scatter(host_rows, jnp.where(miss, rank, -1), host_row)
+            if programs > 1 and wait_late:
+                indexed.cluster_wait()
+
+            @pl.when(publisher(0))
+            def _() -> None:
+                indexed.scatter(slots_ref, at, jnp.where(is_selected, slot, -1))
+                indexed.scatter(ids_ref, jnp.where(miss, victim, -1), ids)
+
+            return tuple(a + b for a, b in zip(sums, found, strict=True))
+
+        def plan(misses: Array) -> Any:
+            def one(chunk: Any, _: Any) -> Any:
+                at = places(width, chunk)
+                wanted = jnp.where(at < misses, at, -1)
+                indexed.scatter(host_row_ref, at, indexed.gather(host_rows, wanted))
+                indexed.scatter(slot_ref, at, indexed.gather(order, wanted))
+                return _
+
+            return one
+
+        def new_recency(evictable: Array, misses: Array) -> Any:
+            def one(chunk: Any, _: Any) -> Any:
+                at = places(hot_slots, chunk)
+                kept = evictable - misses
+                old = jnp.where(at < kept, at + misses, jnp.where(at < evictable, at - kept, hot_slots - 1 - at + evictable))
+                indexed.scatter(ages_ref, at, indexed.gather(order, jnp.where(at >= 0, old, -1)))
+                return _
+
+            return one
+
+        def long() -> None:
+            old = old_tables(0) if chunks(hot_slots)[1] == 1 else None  # on their way while the bitmap is built
+            if by_bitmap:
+                indexed.fill(words, 0, threads)
+            indexed.fill(slot_of_place, -1, threads)
+            indexed.barrier()
+            rounds(width, select, jnp.int32(0))
+            indexed.barrier()
+            evictable = rounds(hot_slots, lambda chunk, before: probe(old, chunk, before), jnp.int32(0))
+            if programs > 1:
+                indexed.cluster_arrive()
+                if not wait_late:
+                    indexed.cluster_wait()
+            indexed.barrier()
+            zero = jnp.int32(0)
+            misses, ring_hits, active = rounds(width, place, (zero, zero, zero))
+            indexed.barrier()
+
+            @pl.when(publisher(1))
+            def _() -> None:
+                rounds(hot_slots, new_recency(evictable, misses), zero)
+
+            @pl.when(publisher(2))
+            def _() -> None:
+                rounds(width, plan(misses), zero)
+                _publish_counters(active - misses, ring_hits, misses)
+
+            if rows_refs is not None:
+                pool_ref, hot_ref, base_ref, space_ref, group_ref = rows_refs
+                indexed.copy_rows(
+                    pool_ref, hot_ref.at[group_ref[0]], host_rows, order, misses, program, programs, threads=threads,
+                    aligned="source", source_offset=space_ref[0] * rows_per_space, target_offset=base_ref[request],
+                    in_flight=how.in_flight,
+                )  # fmt: skip
+
+        @pl.when(length <= hot_slots)
+        def _() -> None:
+            @pl.when(publisher(0))
+            def _() -> None:
+                short()
+
+        @pl.when(length > hot_slots)
+        def _() -> None:
+            long()
+
+    per_place = jax.ShapeDtypeStruct((requests, width), jnp.int32)
+    out_type = (
+        per_place, per_place, per_place, jax.ShapeDtypeStruct((requests,), jnp.int32),
+        jax.ShapeDtypeStruct((requests, 3), jnp.int32),
+    )  # fmt: skip
+    scratch_types = [
+        plgpu.SMEM((hot_slots,), jnp.int16),
+        plgpu.SMEM((width,), jnp.int16),
+        plgpu.SMEM((width,), jnp.int32),
+        plgpu.SMEM((bitmap_words if by_bitmap else width,), jnp.int32),
+        plgpu.SMEM((bitmap_words if by_bitmap else 1,), jnp.int16),
+        plgpu.SMEM((2, 3 * indexed.MAX_WARPS), jnp.int32),
+    ]
+    cluster = {"cluster": (programs,), "cluster_names": ("program",)} if programs > 1 else {}
+    run = plgpu.kernel(
+        resolve_kernel, out_type=out_type, grid=(requests,), grid_names=("request",), num_threads=threads, thread_name="thread",
+        scratch_types=scratch_types, **cluster,
+    )  # fmt: skip
+    ids_ref, ages_ref = jax.new_ref(slot_ids), jax.new_ref(recency)
+    hot_ref = None
+    operands: tuple[Any, ...] = (selected, length, page_table, table.reshape(1), ids_ref, ages_ref)
+    if rows:
+        pool, hot_rows, base, space, group = rows
+        hot_ref = jax.new_ref(hot_rows)
+        operands = (pool, hot_ref, base, space.reshape(1), group.reshape(1), *operands)
+    slots, host_row, slot, count, counters = run(*operands)
+    resolved = Resolved(slots, Plan(host_row, slot, count), counters, jax.freeze(ids_ref), jax.freeze(ages_ref))
+    return resolved, None if hot_ref is None else jax.freeze(hot_ref)
+
+
+def _flag(mask: Array) -> Array:
+    return jnp.where(mask, jnp.int32(1), jnp.int32(0))
