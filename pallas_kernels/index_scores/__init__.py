@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common import Implementation, check, choose
-from pallas_kernels.index_scores import reference
+from pallas_kernels.index_scores import dsa, reference
+from pallas_kernels.index_scores.dsa import key_scores
 
-__all__ = ["quest_scores"]
+__all__ = ["dsa_scores", "key_scores", "quest_scores"]
 
 
 def quest_scores(
@@ -36,3 +37,36 @@ def quest_scores(
     check("quest_scores", "key_max", key_max, key_min.shape, key_min.dtype)
     choose(implementation, "quest_scores")
     return reference.quest_scores(query, key_min, key_max, jnp.asarray(layer, jnp.int32))
+
+
+def dsa_scores(
+    query: Array, weight: Array, keys: Array, key_scale: Array | None, layer: Array | int, *, scale: float,
+    implementation: Implementation = "auto",
+) -> Array:  # fmt: skip
+    """Scores of the lightning indexer (DeepSeek-V3.2 report, equation 1).
+
+    `score[r, s] = sum_n weight[r, n] relu(scale query[r, n] . keys[layer, r, s])`
+
+    Args:
+      query: `[R, N, D]`, rotated.
+      weight: float32 `[R, N]`, may be negative.
+      keys: `[L, R, S, D]`, float32, bfloat16 or e4m3.
+      key_scale: float32 `[L, R, S]`, what e4m3 keys are multiplied by; None for the other types.
+      layer: int32 scalar.
+      scale: positive factor of the products.
+      implementation: "auto", "xla" or "mosaic_gpu".
+    Returns:
+      float32 `[R, S]`; keys past a request's length give values that mean nothing.
+    Raises:
+      ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
+    """
+    check("dsa_scores", "query", query, (None, None, None))
+    requests, heads, channels = query.shape
+    check("dsa_scores", "weight", weight, (requests, heads), jnp.float32)
+    check("dsa_scores", "keys", keys, (None, requests, None, channels))
+    if (keys.dtype == jnp.float8_e4m3fn) != (key_scale is not None):
+        raise ValueError(f"dsa_scores: key_scale goes with float8_e4m3fn keys and with no others, got {keys.dtype}")
+    if key_scale is not None:
+        check("dsa_scores", "key_scale", key_scale, keys.shape[:3], jnp.float32)
+    choose(implementation, "dsa_scores")
+    return dsa.dsa_scores(query, weight, keys, key_scale, jnp.asarray(layer, jnp.int32), scale=scale)
