@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from hisparse_jax.cache.backup import end_step
-from hisparse_jax.cache.layout import Layout
+from hisparse_jax.cache.layout import Layout, Records
+from hisparse_jax.cache.memory import sharding
 from hisparse_jax.cache.state import Cache, begin_step, entering, placements
 from pallas_kernels.common import Implementation
 
@@ -36,6 +37,10 @@ class Model(Protocol):
 
     def logits(self, params: Params, hidden: Array) -> Array:
         """Hidden states `[..., D]` to float32 logits `[..., V]`."""
+        ...
+
+    def records(self, context_tokens: int) -> Records:
+        """What it stores and selects, for histories of up to `context_tokens`."""
         ...
 
     def new_index(self, layout: Layout) -> Any:
@@ -128,6 +133,15 @@ def compile_decode(
         state = replace(state, cache=entering(state.cache))
         return lax.scan(lambda state, _: one(params, state), state, length=steps)
 
-    placed = jax.tree.map(lambda _: None, state, is_leaf=lambda x: isinstance(x, Cache))
-    placed = DecodeState(placements(state.cache), placed.token, placed.remaining)
-    return jax.jit(chunk, donate_argnums=1, out_shardings=(placed, None), compiler_options=compiler_options)
+    return jax.jit(
+        chunk, donate_argnums=1, out_shardings=(_placements(state), None), compiler_options=compiler_options
+    )
+
+
+def place(state: DecodeState) -> DecodeState:
+    """Puts every leaf where the decode loop keeps it. Nothing moves that is there already."""
+    return jax.device_put(state, _placements(state))
+
+
+def _placements(state: DecodeState) -> DecodeState:
+    return DecodeState(placements(state.cache), *[sharding(host=False)] * 2)

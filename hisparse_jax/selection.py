@@ -43,12 +43,14 @@ class QuestRule:
       rule: "shared": one list of pages for all heads, by the mean query of each KV head. "per_query_head": a list for
         each query head; what is resolved is their union.
       budget_pages: pages attended to, the recent ones included.
-      recent_pages: newest pages that are always attended to.
+      recent_pages: newest pages that are always attended to, at least one.
+      page_tokens: tokens of a page.
     """
 
     rule: Literal["shared", "per_query_head"]
     budget_pages: int
     recent_pages: int
+    page_tokens: int = 16
 
     def width(self, query_heads: int, pages: int) -> int:
         """K: how many pages a selection can hold."""

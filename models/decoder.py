@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from hisparse_jax.cache.layout import Address, Layout
+from hisparse_jax.cache.layout import Address, Layout, Records
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.selection import QuestIndex, QuestRule, page_bounds, quest_index
 from models.config import GqaConfig
@@ -61,7 +61,7 @@ class QuestDecoder(nnx.Module):
         self, config: GqaConfig, rule: QuestRule, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs,
         implementation: Implementation = "auto",
     ) -> None:  # fmt: skip
-        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.config, self.rule, self.dtype = config, rule, jnp.dtype(dtype)
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap
@@ -106,7 +106,17 @@ class QuestDecoder(nnx.Module):
 
         return lax.scan(body, (x, state), (parameters, jnp.arange(self.config.layers)))[0]
 
-    # What prefill leaves for the cache -----------------------------------------------------------------------------
+    # What the cache holds of it ------------------------------------------------------------------------------------
+
+    def records(self, context_tokens: int) -> Records:
+        """A record is a page; every layer selects for itself."""
+        size = self.rule.page_tokens
+        return Records(
+            record_tokens=size,
+            row_bytes=size * self.config.token_bytes(self.dtype.itemsize),
+            group_sizes=(1,) * self.config.layers,
+            selected=self.rule.width(self.config.query_heads, -(-context_tokens // size)),
+        )
 
     def new_index(self, layout: Layout) -> QuestIndex:
         """Empty bounds of all pages."""

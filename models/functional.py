@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from hisparse_jax.cache.layout import Layout
+from hisparse_jax.cache.layout import Layout, Records
 from hisparse_jax.cache.state import Cache
 
 
@@ -45,6 +45,9 @@ class Functional:
 
     def logits(self, params: list[Array], hidden: Array) -> Array:
         return self.module(params).logits(hidden)
+
+    def records(self, context_tokens: int) -> Records:
+        return self.module().records(context_tokens)
 
     def new_index(self, layout: Layout) -> Any:
         return self.module().new_index(layout)

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
-from flax import nnx
-from jax import Array
 from jax.typing import DTypeLike
 
 from hisparse_jax.checkpoint.gguf import GgufFile
-from hisparse_jax.checkpoint.load import load_parameters
 from hisparse_jax.errors import UserError
 from hisparse_jax.selection import QuestRule
+from hisparse_jax.tokenizer import from_gguf
 from models.config import GqaConfig, RopePairing
 from models.decoder import QuestDecoder
-from models.functional import Functional
+from models.opened import Opened, opened
 from models.params import GGUF, gqa_entries
 from pallas_kernels.common import Implementation
 
@@ -63,20 +59,20 @@ def read_config(file: GgufFile) -> GqaConfig:
     )
 
 
-def load_gguf(
-    file: GgufFile, rule: QuestRule, dtype: DTypeLike = jnp.float32, implementation: Implementation = "auto",
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[GqaConfig, Functional, list[Array]]:  # fmt: skip
-    """The model of a GGUF file, dequantised to `dtype`.
+def open_gguf(
+    file: GgufFile, rule: QuestRule, dtype: DTypeLike = jnp.float32, implementation: Implementation = "auto"
+) -> Opened:
+    """The model of a GGUF file, to be dequantised to `dtype`.
 
-    Returns:
-      its shapes, its functions and their flat parameters.
     Raises:
-      UserError: not supported, or tensors that do not fit.
+      UserError: an architecture, rope scaling or tokenizer that is not supported.
     """
     config = read_config(file)
-    module = nnx.eval_shape(
-        lambda: QuestDecoder(config, rule, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
+    return opened(
+        config,
+        lambda rngs: QuestDecoder(config, rule, dtype=dtype, rngs=rngs, implementation=implementation),
+        file,
+        gqa_entries(config, GGUF),
+        ignore=(_DERIVED,),
+        tokenizer=from_gguf(file),
     )
-    params = load_parameters(file, gqa_entries(config, GGUF), nnx.state(module), ignore=(_DERIVED,), progress=progress)
-    return config, Functional(module), params

@@ -30,6 +30,6 @@ def end_step(cache: Cache, implementation: Implementation = "auto") -> Cache:
     for position, rows in enumerate(cache.hot_rows):
         spaces = np.array([a.space for a in layout.addresses() if a.position == position], np.int32)
         newest = rows.at[:, cache.newest].get(mode="clip").reshape(-1, layout.words)
-        target = jnp.where(closed, spaces[:, None] * layout.rows_per_space + in_space, -1).ravel()
+        target = jnp.where(closed[None], spaces[:, None] * layout.rows_per_space + in_space[None], -1).ravel()
         pool = backup(pool, newest, target, implementation=implementation)
     return cache.replace(pool=pool)

@@ -28,6 +28,22 @@ class Address(NamedTuple):
     group: int
 
 
+class Records(NamedTuple):
+    """What a model stores and selects.
+
+    Attributes:
+      record_tokens: tokens of one record.
+      row_bytes: bytes of one record in one space.
+      group_sizes: for each table, how many spaces share it.
+      selected: K, the width of a selection.
+    """
+
+    record_tokens: int
+    row_bytes: int
+    group_sizes: tuple[int, ...]
+    selected: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """Everything static about a cache. Ids, lengths, K, H and W count records.

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: requests in, tokens out; admission, prefill and decode chunks with continuous batching."""

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching over a fixed set of request slots."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hisparse_jax.cache.admission import admit, release
+from hisparse_jax.cache.layout import Layout
+from hisparse_jax.cache.pages import HostPages
+from hisparse_jax.cache.state import Cache, create, entering, placements
+from hisparse_jax.decode import DecodeState, Model, Params, compile_decode, place
+from hisparse_jax.engine.metrics import Metrics
+from hisparse_jax.engine.requests import Completion, Request, pad_to, pages_needed
+from hisparse_jax.errors import UserError
+from pallas_kernels.common import Implementation
+
+
+@dataclass(frozen=True)
+class Events:
+    """Callbacks of a run, for progress.
+
+    Attributes:
+      prefill: prompt tokens done and in all, of the request being admitted.
+      decode: the completion and its new tokens.
+    """
+
+    prefill: Callable[[int, int], None] = lambda done, total: None
+    decode: Callable[[int, Sequence[int]], None] = lambda number, tokens: None
+
+
+@dataclass
+class _Slot:
+    """A request that is being decoded."""
+
+    number: int
+    pages: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """Runs requests through one model and one cache.
+
+    A request is admitted when a slot and all host pages of its longest history are free, prefilled, committed to the
+    cache, and decoded together with the others, a chunk of steps at a time.
+
+    Args:
+      model: what decodes; see `hisparse_jax.decode.Model`.
+      params: its parameters.
+      layout: sizes of the cache.
+      vocab: token ids are below it.
+      steps: decode steps of one jitted call.
+      prefill_chunk: prompt tokens of one jitted call.
+      stop_tokens: ids that end a request.
+      keep_logits: keep the logits of every generated token.
+      implementation: of the kernels that admission and decode loop call themselves.
+      events: callbacks.
+    """
+
+    def __init__(
+        self, model: Model, params: Params, layout: Layout, *, vocab: int, steps: int = 8, prefill_chunk: int = 512,
+        stop_tokens: Sequence[int] = (), keep_logits: bool = False, implementation: Implementation = "auto",
+        events: Events | None = None,
+    ) -> None:  # fmt: skip
+        self.layout, self.metrics, self.completions = layout, Metrics(), list[Completion]()
+        self._model, self._params, self._vocab, self._chunk = model, params, vocab, prefill_chunk
+        self._stop_tokens, self._events = frozenset(stop_tokens), events or Events()
+        self._keep_logits = keep_logits
+        self._waiting: deque[int] = deque()
+        self._slots: list[_Slot | None] = [None] * layout.request_slots
+        self._pages = HostPages(0 if layout.is_full else layout.host_pages)
+        nobody = jnp.zeros(layout.request_slots, jnp.int32)
+        self._state = place(DecodeState(create(layout, model.new_index(layout)), nobody, nobody))
+        self._scratch = model.new_scratch(layout, prefill_chunk)
+
+        started = time.perf_counter()
+        cache_placed = placements(self._state.cache)
+        scalar, prompt_pages = jnp.int32(0), jnp.zeros(self._state.cache.page_table.shape[1], jnp.int32)
+        tokens = jnp.zeros(prefill_chunk, jnp.int32)
+        self._prefill = (
+            jax.jit(model.prefill, donate_argnums=3).lower(params, tokens, scalar, self._scratch).compile()
+        )
+        hidden = jax.eval_shape(model.prefill, params, tokens, scalar, self._scratch)[0]
+        self._first = jax.jit(partial(_first_token, model)).lower(params, hidden, scalar).compile()
+        commit = jax.jit(partial(_commit, model, implementation), donate_argnums=0, out_shardings=cache_placed)
+        self._commit = commit.lower(self._state.cache, self._scratch, scalar, prompt_pages, scalar).compile()
+        self._release = jax.jit(release, donate_argnums=0, out_shardings=cache_placed)
+        decode = compile_decode(
+            model, self._state, steps=steps, stop_tokens=stop_tokens, keep_logits=keep_logits,
+            implementation=implementation,
+        )  # fmt: skip
+        self._decode = decode.lower(params, self._state).compile()
+        self.metrics.compile_s = time.perf_counter() - started
+
+    def submit(self, request: Request) -> int:
+        """Queues a request and gives back its number.
+
+        Raises:
+          UserError: it can't be served by this model and cache.
+        """
+        request.check(self._vocab, self.layout.context_tokens)
+        if not self.layout.is_full and self._needed(request) > self.layout.host_pages:
+            raise UserError(
+                f"the request needs {self._needed(request)} host pages and the pool has {self.layout.host_pages}: "
+                "raise cache.host_pages"
+            )
+        self.completions.append(Completion(request))
+        self._waiting.append(len(self.completions) - 1)
+        return len(self.completions) - 1
+
+    def cancel(self, number: int) -> None:
+        """Ends a request that waits or runs; what it has generated stays."""
+        if self.completions[number].finish is None:
+            self.completions[number].finish = "cancelled"
+        if number in self._waiting:
+            self._waiting.remove(number)
+        self._free_finished()
+
+    def run(self) -> list[Completion]:
+        """Runs until every request is done; completions in the order of submission."""
+        while self._waiting or any(self._slots):
+            self.step()
+        return self.completions
+
+    def step(self) -> None:
+        """Admits what fits, then decodes one chunk of steps."""
+        self._admit_waiting()
+        self._decode_chunk()
+        self._free_finished()
+
+    def _needed(self, request: Request) -> int:
+        layout = self.layout
+        return 0 if layout.is_full else pages_needed(request, layout.record_tokens, layout.page_records)
+
+    def _admit_waiting(self) -> None:
+        for slot, taken in enumerate(self._slots):
+            if taken is None and self._waiting:
+                if self._needed(self.completions[self._waiting[0]].request) > self._pages.free:
+                    return
+                self._admit(slot, self._waiting.popleft())
+
+    def _admit(self, slot: int, number: int) -> None:
+        completion = self.completions[number]
+        request, chunk = completion.request, self._chunk
+        pages = self._pages.take(self._needed(request))
+        self._slots[slot] = _Slot(number, pages)
+        started, length = time.perf_counter(), len(request.prompt)
+        prompt = pad_to(request.prompt, chunk)
+        for start in range(0, len(prompt), chunk):
+            hidden, self._scratch = self._prefill(
+                self._params, jnp.asarray(prompt[start : start + chunk]), jnp.int32(start), self._scratch
+            )
+            self._events.prefill(min(start + chunk, length), length)
+        logits, token = self._first(self._params, hidden, jnp.int32((length - 1) % chunk))
+        table = np.full(self._state.cache.page_table.shape[1], -1, np.int32)
+        table[: len(pages)] = pages
+        cache = self._commit(
+            self._state.cache, self._scratch, jnp.int32(slot), jnp.asarray(table), jnp.int32(length)
+        )
+        remaining = request.max_new_tokens - 1
+        self._emit(number, [int(token)], [np.asarray(logits)] if self._keep_logits else [])
+        if completion.finish is not None:
+            remaining = 0
+        self._state = place(
+            DecodeState(cache, self._state.token.at[slot].set(token), self._state.remaining.at[slot].set(remaining))
+        )
+        self.metrics.prefill_s += time.perf_counter() - started
+        self.metrics.prefill_tokens += length
+
+    def _decode_chunk(self) -> None:
+        running = [(slot, taken.number) for slot, taken in enumerate(self._slots) if taken is not None]
+        if all(self.completions[number].finish for _, number in running):
+            return
+        started = time.perf_counter()
+        self._state, out = self._decode(self._params, self._state)
+        tokens, counters = np.asarray(out.token), np.asarray(out.counters)
+        self.metrics.decode_s += time.perf_counter() - started
+        busy = (tokens >= 0).any(axis=1)
+        self.metrics.counters.extend(counters[busy])
+        self.metrics.decode_tokens += int((tokens >= 0).sum())
+        logits = None if out.logits is None else np.asarray(out.logits)
+        for slot, number in running:
+            steps = np.flatnonzero(tokens[:, slot] >= 0)
+            kept = [] if logits is None else [logits[step, slot] for step in steps]
+            if self.completions[number].finish is None:
+                self._emit(number, tokens[steps, slot].tolist(), kept)
+
+    def _emit(self, number: int, tokens: list[int], logits: list[np.ndarray]) -> None:
+        completion = self.completions[number]
+        completion.tokens += tokens
+        completion.logits += logits
+        if completion.tokens[-1] in self._stop_tokens:
+            completion.finish = "stop"
+        elif len(completion.tokens) >= completion.request.max_new_tokens:
+            completion.finish = "length"
+        self._events.decode(number, tokens)
+
+    def _free_finished(self) -> None:
+        for slot, taken in enumerate(self._slots):
+            if taken is not None and self.completions[taken.number].finish is not None:
+                self._pages.give_back(taken.pages)
+                self._slots[slot] = None
+                cache = self._release(self._state.cache, jnp.int32(slot))
+                remaining = self._state.remaining.at[slot].set(0)
+                self._state = place(DecodeState(cache, self._state.token, remaining))
+
+
+def _first_token(model: Model, params: Params, hidden: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logits = model.logits(params, hidden[row])
+    return logits, jnp.argmax(logits).astype(jnp.int32)
+
+
+def _commit(
+    model: Model, implementation: Implementation, cache: Cache, scratch: object, slot: jax.Array, pages: jax.Array,
+    tokens: jax.Array,
+) -> Cache:  # fmt: skip
+    cache = entering(cache)
+    index = model.index_of(scratch, tokens, cache.layout)
+    return admit(
+        cache, slot, pages, tokens, lambda space: model.rows(scratch, space, cache.layout), index, implementation
+    )

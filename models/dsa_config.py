@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of DeepSeek-V3.2 and GLM-5 decoders, and how their published configs spell them. Imports no JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from hisparse_jax.errors import UserError
+from models.config import RopePairing
+from pallas_kernels.row_format import RecordType, RowFormat
+
+MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Rotary frequencies stretched beyond the length the model was trained at (YaRN, arXiv:2309.00071).
+
+    Attributes:
+      factor: how many times longer.
+      original_tokens: the length the model was trained at.
+      beta_fast, beta_slow: turns over that length above which a channel stays as it is, and below which it is slowed.
+      rotation_factor: multiplies sine and cosine.
+      logit_factor: multiplies the softmax scale.
+    """
+
+    factor: float
+    original_tokens: int
+    beta_fast: float
+    beta_slow: float
+    rotation_factor: float
+    logit_factor: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive selection groups of one shape, which one scan computes.
+
+    Attributes:
+      first_layer: the anchor of its first group.
+      first_table: the table of its first group.
+      groups: how many groups.
+      dense: for each layer of a group, whether its MLP is dense; the first is the anchor.
+      first_group: for each layer of a group, the index of its first group in the hot buffer of that position.
+    """
+
+    first_layer: int
+    first_table: int
+    groups: int
+    dense: tuple[bool, ...]
+    first_group: tuple[int, ...]
+
+    def layers(self, position: int) -> tuple[int, ...]:
+        """The layers at this position of the groups."""
+        return tuple(self.first_layer + group * len(self.dense) + position for group in range(self.groups))
+
+
+@dataclass(frozen=True)
+class DsaConfig:
+    """A decoder of DeepSeek-V3.2 or GLM-5 shape.
+
+    Attributes:
+      vocab: rows of the embedding.
+      hidden: width of the residual stream.
+      heads: query heads, N.
+      query_latent: width of the query latent.
+      latent: width of the key and value latent, C.
+      nope: channels of a head's query that are not rotated.
+      rope: channels that are, and of the one rotated key.
+      value: channels of a head's value.
+      index_heads: query heads of the indexer.
+      index_dim: channels of the indexer, D; the first `rope` of them are rotated.
+      selected: tokens that a query attends to, K.
+      anchors: for each layer, whether it runs an indexer; the others take the selection of the anchor before them.
+      dense: for each layer, whether its MLP is dense.
+      mlp_width: inner width of a dense MLP.
+      expert_width: inner width of an expert.
+      experts: routed experts of a layer.
+      experts_used: routed experts of a token.
+      shared_experts: experts that every token uses.
+      expert_groups: contiguous groups of experts, of which a token may use `expert_groups_used`.
+      expert_groups_used: see there.
+      routed_factor: multiplies the routed experts' sum.
+      renormalise: weights of the chosen experts are scaled to a sum of one.
+      norm_eps: epsilon of the RMS norms.
+      latent_norm_eps: epsilon of the norms of the two latents and of the index key. Serving engines use `norm_eps` for
+        the latents; the Hugging Face code uses 1e-6.
+      rope_theta: base of the rotary frequencies.
+      yarn: their scaling, or None.
+      rope_pairing: which channels of query and key rotate together.
+      index_pairing: the same for the indexer.
+      max_tokens: longest context the model was made for.
+      tied_head: the head is the embedding.
+    """
+
+    vocab: int
+    hidden: int
+    heads: int
+    query_latent: int
+    latent: int
+    nope: int
+    rope: int
+    value: int
+    index_heads: int
+    index_dim: int
+    selected: int
+    anchors: tuple[bool, ...]
+    dense: tuple[bool, ...]
+    mlp_width: int
+    expert_width: int
+    experts: int
+    experts_used: int
+    shared_experts: int
+    expert_groups: int
+    expert_groups_used: int
+    routed_factor: float
+    renormalise: bool
+    norm_eps: float
+    rope_theta: float
+    yarn: Yarn | None
+    rope_pairing: RopePairing
+    index_pairing: RopePairing
+    max_tokens: int
+    tied_head: bool = False
+    latent_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not self.anchors or not self.anchors[0] or len(self.anchors) != len(self.dense):
+            raise ValueError(
+                f"anchors and dense must name the same layers and the first must be an anchor, got {self.anchors} and "
+                f"{self.dense}"
+            )
+
+    @property
+    def layers(self) -> int:
+        return len(self.anchors)
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Layers of each selection group: an anchor and its followers."""
+        starts = [layer for layer, anchor in enumerate(self.anchors) if anchor]
+        return tuple(end - start for start, end in zip(starts, [*starts[1:], self.layers], strict=True))
+
+    @property
+    def softmax_scale(self) -> float:
+        return (self.nope + self.rope) ** -0.5 * (self.yarn.logit_factor if self.yarn else 1.0)
+
+    def row_format(self, record: RecordType) -> RowFormat:
+        """How a token's record is stored."""
+        return RowFormat(self.latent, self.rope, record)
+
+    def runs(self) -> tuple[Run, ...]:
+        """The groups in order, those of one shape together."""
+        sizes, layer, table, runs = self.group_sizes, 0, 0, []
+        filled = [0] * max(sizes)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        shapes = [self.dense[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        for shape, same in groupby(shapes):
+            count = len(list(same))
+            runs.append(Run(layer, table, count, shape, tuple(filled[: len(shape)])))
+            layer, table = layer + count * len(shape), table + count
+            for position in range(len(shape)):
+                filled[position] += count
+        return tuple(runs)
+
+
+def read_config(config: Mapping[str, Any]) -> DsaConfig:
+    """A published `config.json`, in DeepSeek's or in GLM's spelling.
+
+    Raises:
+      UserError: a key that is missing, or a value that this code does not compute.
+    """
+    layers = _need(config, "num_hidden_layers")
+    for key, wanted in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("attention_bias", False),
+                        ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):  # fmt: skip
+        if config.get(key, wanted) != wanted:
+            raise UserError(f"config.json: {key} must be {wanted!r}, got {config[key]!r}: this is not supported yet")
+    theta, yarn = _read_rope(config)
+    is_glm = config.get("model_type") == "glm_moe_dsa"
+    return DsaConfig(
+        vocab=_need(config, "vocab_size"),
+        hidden=_need(config, "hidden_size"),
+        heads=_need(config, "num_attention_heads"),
+        query_latent=_need(config, "q_lora_rank"),
+        latent=_need(config, "kv_lora_rank"),
+        nope=_need(config, "qk_nope_head_dim"),
+        rope=_need(config, "qk_rope_head_dim"),
+        value=_need(config, "v_head_dim"),
+        index_heads=_need(config, "index_n_heads"),
+        index_dim=_need(config, "index_head_dim"),
+        selected=_need(config, "index_topk"),
+        anchors=_read_anchors(config, layers),
+        dense=_read_dense(config, layers),
+        mlp_width=_need(config, "intermediate_size"),
+        expert_width=_need(config, "moe_intermediate_size"),
+        experts=_need(config, "n_routed_experts"),
+        experts_used=_need(config, "num_experts_per_tok"),
+        shared_experts=config.get("n_shared_experts") or 0,
+        expert_groups=config.get("n_group") or 1,
+        expert_groups_used=config.get("topk_group") or 1,
+        routed_factor=config.get("routed_scaling_factor", 1.0),
+        renormalise=config.get("norm_topk_prob", True),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        yarn=yarn,
+        rope_pairing=_pairing(config.get("rope_interleave", True)),
+        index_pairing=_pairing(config.get("indexer_rope_interleave", is_glm)),
+        max_tokens=_need(config, "max_position_embeddings"),
+        tied_head=config.get("tie_word_embeddings", False),
+    )
+
+
+def _need(config: Mapping[str, Any], key: str) -> Any:
+    if config.get(key) is None:
+        raise UserError(f"config.json: {key} is missing: a {config.get('model_type')} config must give it")
+    return config[key]
+
+
+def _pairing(interleaved: bool | None) -> RopePairing:
+    return "pairs" if interleaved else "halves"
+
+
+def _cut(config: Mapping[str, Any], key: str, layers: int) -> Sequence[Any]:
+    """A list over layers, less what it says of layers of multi-token prediction."""
+    values = config[key]
+    if len(values) < layers:
+        raise UserError(f"config.json: {key} must name all {layers} layers, it names {len(values)}")
+    return values[:layers]
+
+
+def _read_anchors(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Which layers run the indexer: from `indexer_types`, `index_topk_pattern`, or a frequency with an offset."""
+    if config.get("indexer_types") is not None:
+        key, names = "indexer_types", {"full": True, "shared": False}
+    elif config.get("index_topk_pattern") is not None:
+        key, names = "index_topk_pattern", {"F": True, "S": False}
+    else:
+        key, names = "index_topk_freq", {}
+    if names:
+        kinds = _cut(config, key, layers)
+        odd = sorted({str(kind) for kind in kinds if kind not in names})
+        if odd:
+            raise UserError(f"config.json: {key} may hold {' and '.join(names)}, it holds {', '.join(odd)}")
+        anchors = tuple(names[kind] for kind in kinds)
+    else:
+        every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset")
+        offset = 2 if offset is None else offset
+        anchors = tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
+    if not anchors[0]:
+        raise UserError(f"config.json: {key} makes layer 0 take the selection of a layer before it; it must be full")
+    return anchors
+
+
+def _read_dense(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    if config.get("mlp_layer_types") is not None:
+        kinds = _cut(config, "mlp_layer_types", layers)
+        odd = sorted({str(kind) for kind in kinds if kind not in ("dense", "sparse")})
+        if odd:
+            raise UserError(f"config.json: mlp_layer_types may hold dense and sparse, it holds {', '.join(odd)}")
+        return tuple(kind == "dense" for kind in kinds)
+    first = _need(config, "first_k_dense_replace")
+    return tuple(layer < first for layer in range(layers))
+
+
+def _read_rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
+    """Base and scaling: from `rope_parameters`, or from `rope_theta` with `rope_scaling`."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise UserError("config.json: rope_theta is missing, both at the top and in rope_parameters")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    if kind != "yarn":
+        raise UserError(f"config.json: rope type must be default or yarn, got {kind!r}: this is not supported yet")
+    factor = _need(rope, "factor")
+
+    def stretch(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    wide, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    rotation = stretch(wide) / stretch(all_dim) if wide and all_dim else stretch(1)
+    return float(theta), Yarn(
+        factor=factor,
+        original_tokens=rope.get("original_max_position_embeddings") or _need(config, "max_position_embeddings"),
+        beta_fast=rope.get("beta_fast") or 32,
+        beta_slow=rope.get("beta_slow") or 1,
+        rotation_factor=rotation,
+        logit_factor=stretch(all_dim) ** 2 if all_dim else 1.0,
+    )
