@@ -27,7 +27,7 @@ def fetch(
     the missed rows, rounded up to `_ROWS_AT_ONCE`, and not the padding of the plan.
     """
     requests, width = plan.slot.shape
-    planned = jnp.arange(width) < plan.count[:, None]
+    planned = jnp.arange(width)[None] < plan.count[:, None]
     rank = jnp.cumsum(planned.ravel(), dtype=jnp.int32) - 1
     total = jnp.sum(plan.count, dtype=jnp.int32)
     padded = -(-requests * width // _ROWS_AT_ONCE) * _ROWS_AT_ONCE

@@ -14,7 +14,7 @@ def sparse_gqa(
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.sparse_gqa.sparse_gqa`."""
-    requests, kv_heads, heads, channels = query.shape
+    requests, kv_heads, _, channels = query.shape
     records = place.shape[1]
     # The barriers make the program on either side the same whatever the shape of the hot rows, so that two
     # residencies agree to the last bit.
@@ -24,7 +24,7 @@ def sparse_gqa(
 
     kv = from_words(rows, dtype).reshape(requests, records, -1, 2, kv_heads, channels)
     tokens = kv.shape[2]
-    shown = (jnp.arange(tokens) < visible[..., None]) & (place >= 0)[..., None]
+    shown = (jnp.arange(tokens)[None, None] < visible[..., None]) & (place >= 0)[..., None]
     # Zeroed, not only masked: a weight of zero times a stale NaN would be NaN.
     kv = jnp.where(shown[..., None, None, None], kv, 0)
     key, value = kv[:, :, :, 0], kv[:, :, :, 1]
