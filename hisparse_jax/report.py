@@ -123,11 +123,12 @@ def plot(path: Path, outcomes: Sequence[Outcome]) -> None:
         longest = 4 * layout.context_tokens
         tokens = np.linspace(layout.record_tokens, longest, 200)
         records = np.ceil(tokens / layout.record_tokens)
-        slots = records if layout.is_full else np.minimum(records, layout.slots_per_request)
+        slots = records if layout.is_full else np.full_like(records, layout.slots_per_request)
         index = outcome.budget.device["index"] / layout.request_slots / layout.records
         resident = layout.spaces * slots * layout.row_bytes + index * records
         against_context.plot(tokens, resident / 2**20, label=outcome.residency)
     against_context.axvline(outcomes[0].layout.context_tokens, color="grey", linewidth=0.8, linestyle=":")
+    against_context.locator_params(axis="x", nbins=6)
     against_context.set(
         title="rows and index in fast memory, one request", xlabel="context, tokens", ylabel="MiB", ylim=(0, None)
     )
