@@ -94,7 +94,7 @@ def create(layout: Layout, index: Any = ()) -> Cache:
         page_table=jnp.full((requests, pages), -1, jnp.int32),
         hot_rows=tuple(hot_rows(position) for position in range(max(layout.group_sizes))),
         slot_ids=jnp.full((layout.tables, requests, hot_slots), -1, jnp.int32),
-        recency=jnp.zeros((layout.tables, requests, hot_slots), jnp.int16) + jnp.arange(hot_slots, dtype=jnp.int16),
+        recency=jnp.tile(jnp.arange(hot_slots, dtype=jnp.int16), (layout.tables, requests, 1)),
         pool=host_zeros((pool_rows, layout.words), np.uint32),
         index=index,
         counters=jnp.zeros((layout.tables, requests, 3), jnp.int32),
@@ -119,4 +119,4 @@ def begin_step(cache: Cache, active: Array) -> Cache:
       cache: the cache between two steps.
       active: bool `[R]`.
     """
-    return cache.replace(tokens=cache.tokens + active, active=active, counters=jnp.zeros_like(cache.counters))
+    return cache.replace(tokens=cache.tokens + active.astype(jnp.int32), active=active, counters=jnp.zeros_like(cache.counters))
