@@ -12,7 +12,9 @@ from hisparse_jax.cache.layout import Address
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.resolve import Resolution
 from pallas_kernels.common import Implementation
+from pallas_kernels.row_format import RowFormat
 from pallas_kernels.sparse_gqa import sparse_gqa
+from pallas_kernels.sparse_mla import sparse_mla
 
 
 def visible_tokens(cache: Cache, selected: Array) -> Array:
@@ -43,6 +45,31 @@ def attend_pages(
         out, _ = sparse_gqa(
             query, cache.hot_rows[address.position], address.group, resolution.place,
             visible_tokens(cache, resolution.selected), head_mask, scale=scale, dtype=dtype,
+            implementation=implementation,
+        )  # fmt: skip
+    return out
+
+
+def attend_latents(
+    cache: Cache, address: Address, resolution: Resolution, query: Array, *, row: RowFormat, scale: float,
+    implementation: Implementation = "auto",
+) -> Array:  # fmt: skip
+    """Attention of all heads over the selected latents.
+
+    Args:
+      cache: the cache after resolve.
+      address: whose rows.
+      resolution: the places of the selected tokens; an anchor's, for its followers too.
+      query: `[R, N, latent + rope]`, absorbed and rotated.
+      row: how a record is stored.
+      scale: factor of the logits.
+      implementation: of the kernel.
+    Returns:
+      float32 `[R, N, latent]`.
+    """
+    with jax.named_scope("attention"):
+        out, _ = sparse_mla(
+            query, cache.hot_rows[address.position], address.group, resolution.place, row=row, scale=scale,
             implementation=implementation,
         )  # fmt: skip
     return out

@@ -21,7 +21,8 @@ def rms(x: Array, weight: Array, eps: float) -> Array:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, computed in float32, in the type of `x`."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+    weight = weight.astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), -1)
+    return (wide * scale * weight).astype(x.dtype)
 
 
 def rope(x: Array, position: Array, *, theta: float, pairing: RopePairing) -> Array:
@@ -34,10 +35,14 @@ def rope(x: Array, position: Array, *, theta: float, pairing: RopePairing) -> Ar
       pairing: "pairs" rotates channels (2j, 2j + 1) together, "halves" (j, j + C/2).
     """
     channels = x.shape[-1]
-    frequency = theta ** (-jnp.arange(0, channels, 2, dtype=jnp.float32) / channels)
-    angle = position.astype(jnp.float32)[:, None] * frequency
+    return rotate(x, position, theta ** (-jnp.arange(0, channels, 2, dtype=jnp.float32) / channels), pairing)
+
+
+def rotate(x: Array, position: Array, frequency: Array, pairing: RopePairing, factor: float = 1.0) -> Array:
+    """Rotates channel pair j of `x`, `[T, ..., C]`, by `position * frequency[j]` and multiplies it by `factor`."""
+    angle = position.astype(jnp.float32)[:, None] * frequency[None]
     angle = angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), -1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
     wide = x.astype(jnp.float32)
     if pairing == "pairs":
         a, b = wide[..., ::2], wide[..., 1::2]
@@ -99,8 +104,8 @@ def chunk_attention(query: Array, stored: Array, layer: Array, start: Array, *, 
         at = (layer, number * chunk, 0, 0, 0)
         kv = lax.dynamic_slice(stored, at, (1, chunk, 2, groups, channels))[0]
         logits = jnp.einsum("qghc,kgc->ghqk", query, kv[:, 0], **compute) * scale
-        seen = number * chunk + position <= (start + position)[:, None]
-        logits = jnp.where(seen, logits, -jnp.inf)
+        seen = number * chunk + position[None] <= (start + position)[:, None]
+        logits = jnp.where(seen[None, None], logits, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
         weight = jnp.exp(logits - new_top[..., None])
         shrink = jnp.exp(top - new_top)

@@ -6,11 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from hisparse_jax.errors import UserError
 
@@ -44,6 +46,8 @@ class Entry:
       transpose: the tensor is `[out, in]` and the parameter `[in, out]`.
       layers: numbers for "{layer}", stacked along the first axis; None if the name has none.
       experts: how many numbers stand for "{expert}", stacked along the next axis; None if the name has none.
+      part: gives the parameter from the tensor, where it is only some of it.
+      tensor_shape: the tensor's shape, needed with `part`.
     """
 
     path: str
@@ -51,6 +55,8 @@ class Entry:
     transpose: bool = False
     layers: Sequence[int] | None = None
     experts: int | None = None
+    part: Callable[[np.ndarray], np.ndarray] | None = None
+    tensor_shape: tuple[int, ...] | None = None
 
     def parts(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """The tensors with their place along the stacked axes."""
@@ -69,6 +75,8 @@ def load_parameters(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Array]:  # fmt: skip
     """Reads the parameters of a module, one tensor at a time.
+
+    Stacked parameters are filled layer by layer where they stay, so that host memory holds one layer of one parameter.
 
     Args:
       source: where the tensors are.
@@ -90,14 +98,27 @@ def load_parameters(
 
     total, done, filled = sum(1 for entry in by_path.values() for _ in entry.parts()), 0, []
     for path, leaf in leaves:
-        entry, values = by_path[path], np.empty(leaf.shape, leaf.dtype)
+        entry = by_path[path]
+        stacked = entry.layers is not None
+        values = np.empty(leaf.shape[1:] if stacked else leaf.shape, leaf.dtype)
+        whole = jnp.zeros(leaf.shape, leaf.dtype) if stacked else None
+        last = entry.experts - 1 if entry.experts else None
         for where, name in entry.parts():
             tensor = source.read(name)
-            values[where] = tensor.T if entry.transpose else tensor
+            tensor = tensor if entry.part is None else entry.part(tensor)
+            values[where[stacked:]] = tensor.T if entry.transpose else tensor
+            if stacked and (last is None or where[1] == last):
+                whole = _set_layer(whole, values, where[0])
             done += 1
             progress(done, total)
-        filled.append(jax.device_put(values))
+        filled.append(whole if stacked else jax.device_put(values))
     return filled
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(whole: Array, layer: Array, number: Array) -> Array:
+    """Writes one layer of a stacked parameter in place."""
+    return lax.dynamic_update_index_in_dim(whole, layer, number, 0)
 
 
 def _check(source: Source, entries: Mapping[str, Entry], leaves: Mapping[str, Any], ignore: Sequence[str]) -> None:
@@ -105,7 +126,7 @@ def _check(source: Source, entries: Mapping[str, Entry], leaves: Mapping[str, An
     missing, misshapen, wanted = [], [], set()
     for path, entry in entries.items():
         want = tuple(leaves[path].shape[entry.stacked_axes :])
-        want = want[::-1] if entry.transpose else want
+        want = entry.tensor_shape or (want[::-1] if entry.transpose else want)
         for _, name in entry.parts():
             wanted.add(name)
             if name not in shapes:

@@ -11,20 +11,20 @@ def key_scores(query: Array, weight: Array, keys: Array, key_scale: Array | None
     """Scores of some keys for some queries that see the same keys.
 
     Args:
-      query: `[..., N, D]`, rotated.
-      weight: float32 `[..., N]`.
-      keys: `[..., S, D]`.
-      key_scale: float32 `[..., S]` for e4m3 keys, else None.
+      query: `[B..., N, D]`, rotated.
+      weight: float32 `[B..., N]`.
+      keys: `[B..., S, D]`, or `[S, D]`, the same for all queries.
+      key_scale: float32 `[B..., S]` or `[S]` for e4m3 keys, else None.
       scale: positive factor of the products.
     Returns:
-      float32 `[..., S]`.
+      float32 `[B..., S]`.
     """
     # e4m3 values are exact in either type of query.
     query, keys = (query, keys.astype(query.dtype)) if key_scale is not None else (query.astype(keys.dtype), keys)
     compute = {"preferred_element_type": jnp.float32, "precision": lax.Precision.HIGHEST}
     product = jnp.maximum(jnp.einsum("...nd,...sd->...ns", query, keys, **compute) * scale, 0)
     score = jnp.einsum("...n,...ns->...s", weight, product, **compute)
-    return score if key_scale is None else score * key_scale
+    return score if key_scale is None else score * jnp.broadcast_to(key_scale, score.shape)
 
 
 def dsa_scores(

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When each layer's missing rows are fetched: a schedule as data, from the sharing pattern alone. Imports no JAX.
+
+Followers attend to what their anchor selected, so their misses are known as soon as the anchor has resolved: one, two
+and three layers ahead in groups of four. Nothing is guessed, so what is fetched ahead is exactly what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Fetch(NamedTuple):
+    """One layer's fetch.
+
+    Attributes:
+      layer: whose rows.
+      position: its place in its selection group; 0 is the anchor.
+      anchor: the layer whose plan it replays; its own for an anchor.
+      issued: the layer during which it is issued, behind that layer's resolve and own fetch.
+    """
+
+    layer: int
+    position: int
+    anchor: int
+    issued: int
+
+    @property
+    def layers_ahead(self) -> int:
+        """How many layers of work hide it."""
+        return self.layer - self.issued
+
+
+def schedule(group_sizes: Sequence[int], *, prefetch: bool = True) -> tuple[Fetch, ...]:
+    """The fetches of one decode step, in the order they are issued.
+
+    Args:
+      group_sizes: layers of each selection group, the anchor first.
+      prefetch: issue the followers' fetches with their anchor's; otherwise each just before it is read.
+    """
+    fetches, anchor = [], 0
+    for size in group_sizes:
+        fetches += [
+            Fetch(anchor + position, position, anchor, anchor if prefetch else anchor + position)
+            for position in range(size)
+        ]
+        anchor += size
+    return tuple(fetches)
+
+
+def followers_issued(size: int, *, prefetch: bool) -> tuple[tuple[int, ...], ...]:
+    """For each position of a group of `size` layers, the followers whose fetch is issued during that layer."""
+    fetches = [fetch for fetch in schedule([size], prefetch=prefetch) if fetch.position > 0]
+    return tuple(tuple(fetch.position for fetch in fetches if fetch.issued == layer) for layer in range(size))

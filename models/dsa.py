@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders of DeepSeek-V3.2 and GLM-5: latent attention over the tokens an indexer selects, expert layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from hisparse_jax.cache.append import append
+from hisparse_jax.cache.layout import Address, Layout, Records
+from hisparse_jax.cache.state import Cache
+from hisparse_jax.dsa_selection import (
+    DsaIndex,
+    append_index_key,
+    dsa_index,
+    select_in_prompt,
+    select_tokens,
+    store_keys,
+)
+from hisparse_jax.prefetch import followers_issued
+from hisparse_jax.resolve import fetch, resolve
+from models.dsa_config import DsaConfig, Run
+from models.indexer import Indexer
+from models.layers import MLP, RMSNorm, linear, precision
+from models.mla import LatentAttention
+from models.moe import MoE, Routing
+from pallas_kernels.common import Implementation
+from pallas_kernels.row_format import RecordType
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prompt:
+    """What prefill keeps of one prompt of up to T tokens, T a multiple of the chunk.
+
+    Attributes:
+      rows: uint32 `[L, T, words]`, records as stored.
+      index: index keys as stored, `[anchors, 1, T, D]`.
+    """
+
+    rows: Array
+    index: DsaIndex
+
+
+@dataclass(frozen=True)
+class DsaOptions:
+    """How a decoder stores and runs; the output depends on the stored type only.
+
+    Attributes:
+      record: type of stored records and index keys.
+      prefetch: fetch followers' rows as soon as their anchor has resolved; otherwise just before they are read.
+      implementation: of the kernels.
+    """
+
+    record: RecordType
+    prefetch: bool = True
+    implementation: Implementation = "auto"
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each with its norm and a residual connection; an anchor has an indexer too."""
+
+    def __init__(
+        self, config: DsaConfig, options: DsaOptions, *, anchor: bool, dense: bool, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        hidden, eps = config.hidden, config.norm_eps
+        self.attention_norm = RMSNorm(hidden, eps, dtype=dtype)
+        self.attention = LatentAttention(
+            config, config.row_format(options.record), dtype=dtype, rngs=rngs, implementation=options.implementation
+        )
+        if anchor:
+            attention = self.attention
+            self.indexer = Indexer(config, attention.frequency, attention.factor, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(hidden, eps, dtype=dtype)
+        if dense:
+            self.mlp = MLP(hidden, config.mlp_width, dtype=dtype, rngs=rngs)
+        else:
+            routing = Routing(
+                config.experts, config.experts_used, "sigmoid", config.expert_groups, config.expert_groups_used,
+                config.renormalise, config.routed_factor,
+            )  # fmt: skip
+            self.mlp = MoE(hidden, config.expert_width, routing, config.shared_experts, dtype=dtype, rngs=rngs)
+
+    def add_mlp(self, x: Array) -> Array:
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+class Group(nnx.Module):
+    """A selection group: the anchor selects and resolves, its followers attend to the same tokens of their own."""
+
+    def __init__(
+        self, config: DsaConfig, options: DsaOptions, dense: tuple[bool, ...], *, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        self.config, self.options = config, options
+        self.layers = nnx.List(
+            [
+                Layer(config, options, anchor=position == 0, dense=is_dense, dtype=dtype, rngs=rngs)
+                for position, is_dense in enumerate(dense)
+            ]
+        )
+
+    def decode(self, x: Array, cache: Cache, addresses: list[Address]) -> tuple[Array, Cache, Array]:
+        """One token of each request through the group: `[R, D]`, and what was selected, int32 `[R, K]`."""
+        implementation = self.options.implementation
+        issued = followers_issued(len(self.layers), prefetch=self.options.prefetch)
+        place = jnp.maximum(cache.tokens - 1, 0)
+        resolution = None
+        for layer, address, followers in zip(self.layers, addresses, issued, strict=True):
+            normed = layer.attention_norm(x)
+            projected = layer.attention.project(normed, place)
+            cache = append(cache, address, projected.record)
+            if resolution is None:
+                query, weight, key = layer.indexer(normed, projected.query_latent, place)
+                index = append_index_key(cache.index, cache, address.table, key)
+                cache = cache.replace(index=index)
+                ids = select_tokens(
+                    index, cache, address.table, query, weight, self.config.selected, scale=layer.indexer.scale,
+                    implementation=implementation,
+                )  # fmt: skip
+                resolution, cache = resolve(cache, address, ids, implementation)
+            for position in followers:
+                cache = fetch(cache, addresses[position], resolution.plan, implementation)
+            x = layer.add_mlp(x + layer.attention.attend(cache, address, resolution, projected))
+        return x, cache, resolution.selected
+
+    def prefill(
+        self, x: Array, prompt: Prompt, start: Array, first: Array, anchor: Array
+    ) -> tuple[Array, Prompt, Array]:
+        """A chunk of one prompt through the group, layers `first..`: `[C, D]`, and what was selected, `[C, K]`."""
+        position = start + jnp.arange(len(x), dtype=jnp.int32)
+        rows, index, ids, mask = prompt.rows, prompt.index, None, None
+        for number, layer in enumerate(self.layers):
+            normed = layer.attention_norm(x)
+            projected = layer.attention.project(normed, position)
+            rows = lax.dynamic_update_slice(rows, projected.record[None], (first + number, start, 0))
+            if ids is None:
+                query, weight, key = layer.indexer(normed, projected.query_latent, position)
+                index = _write_keys(index, anchor, start, key)
+                ids = select_in_prompt(
+                    index, anchor, query, weight, start, self.config.selected, scale=layer.indexer.scale,
+                    implementation=self.options.implementation,
+                )  # fmt: skip
+                mask = _mask(ids, rows.shape[1])
+            out = layer.attention.attend_in_prompt(rows, first + number, start, mask, projected)
+            x = layer.add_mlp(x + out)
+        return x, Prompt(rows, index), ids
+
+
+class DsaDecoder(nnx.Module):
+    """Embedding, groups of layers, head. Implements `hisparse_jax.decode.Model` through `models.functional`.
+
+    Groups of one shape that follow each other are stacked and scanned.
+
+    Args:
+      config: shapes.
+      options: how it stores and runs.
+      dtype: type of parameters and arithmetic.
+      rngs: for the initial parameters.
+    """
+
+    def __init__(
+        self, config: DsaConfig, options: DsaOptions, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
+    ) -> None:
+        self.config, self.options, self.dtype = config, options, jnp.dtype(dtype)
+
+        def stack(run: Run) -> Group:
+            @nnx.split_rngs(splits=run.groups)
+            @nnx.vmap
+            def make(rngs: nnx.Rngs) -> Group:
+                return Group(config, options, run.dense, dtype=dtype, rngs=rngs)
+
+            return make(rngs)
+
+        self.embed = nnx.Embed(config.vocab, config.hidden, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.runs = nnx.List([stack(run) for run in config.runs()])
+        self.norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
+        if not config.tied_head:
+            self.head = linear(config.hidden, config.vocab, dtype=dtype, rngs=rngs)
+
+    def decode(self, token: Array, cache: Cache) -> tuple[Array, Cache]:
+        """One token of each request: int32 `[R]` to float32 logits `[R, V]`."""
+        logits, cache, _ = self.decode_traced(token, cache)
+        return logits, cache
+
+    def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Array]:
+        """As `decode`, and the selected tokens: int32 `[tables, R, K]`, ascending, -1 padded."""
+
+        def step(run: Run, group: Group, number: Array, x: Array, cache: Cache) -> tuple[Array, Cache, Array]:
+            space, table = run.first_layer + number * len(run.dense), run.first_table + number
+            addresses = [
+                Address(space + position, table, position, first + number)
+                for position, first in enumerate(run.first_group)
+            ]
+            return group.decode(x, cache, addresses)
+
+        x, cache, selected = self._through(step, self.embed(token), cache)
+        return self.logits(x), cache, selected
+
+    def prefill(self, tokens: Array, start: Array, prompt: Prompt) -> tuple[Array, Prompt]:
+        """A chunk of one prompt: int32 `[C]` at positions `start..` to hidden states `[C, D]`."""
+        x, prompt, _ = self.prefill_traced(tokens, start, prompt)
+        return x, prompt
+
+    def prefill_traced(self, tokens: Array, start: Array, prompt: Prompt) -> tuple[Array, Prompt, Array]:
+        """As `prefill`, and the selected tokens: int32 `[tables, C, K]`, ascending, -1 padded."""
+
+        def step(run: Run, group: Group, number: Array, x: Array, prompt: Prompt) -> tuple[Array, Prompt, Array]:
+            first = run.first_layer + number * len(run.dense)
+            return group.prefill(x, prompt, start, first, run.first_table + number)
+
+        return self._through(step, self.embed(tokens), prompt)
+
+    def logits(self, x: Array) -> Array:
+        """Hidden states `[..., D]` to float32 logits `[..., V]`."""
+        x = self.norm(x)
+        kernel = self.embed.embedding[...].T if self.config.tied_head else self.head.kernel[...]
+        return jnp.matmul(x, kernel, precision=precision(self.dtype), preferred_element_type=jnp.float32)
+
+    def _through(self, step: Callable[..., tuple[Array, Any, Array]], x: Array, state: Any) -> tuple[Array, Any, Array]:
+        """Runs `step(run, group, number, x, state)` over all groups; its third results are stacked."""
+        selected = []
+        for run, groups in zip(self.config.runs(), self.runs, strict=True):
+            definition, parameters = nnx.split(groups)
+
+            def body(
+                carry: tuple[Array, Any], item: tuple[Any, Array], run: Run = run, definition: Any = definition
+            ) -> tuple[tuple[Array, Any], Array]:
+                x, state, ids = step(run, nnx.merge(definition, item[0]), item[1], *carry)
+                return (x, state), ids
+
+            numbers = jnp.arange(run.groups, dtype=jnp.int32)
+            (x, state), ids = lax.scan(body, (x, state), (parameters, numbers))
+            selected.append(ids)
+        return x, state, jnp.concatenate(selected)
+
+    # What the cache holds of it ------------------------------------------------------------------------------------
+
+    def records(self, context_tokens: int) -> Records:
+        """A record is a token; an anchor and its followers share a selection."""
+        row = self.config.row_format(self.options.record)
+        return Records(1, row.row_bytes, self.config.group_sizes, min(self.config.selected, context_tokens))
+
+    def new_index(self, layout: Layout) -> DsaIndex:
+        """Empty index keys of the anchors."""
+        return self._index(layout.request_slots, layout.records)
+
+    def new_scratch(self, layout: Layout, chunk: int) -> Prompt:
+        """Records and index keys of one prompt; T is a multiple of the chunk."""
+        tokens = -(-layout.context_tokens // chunk) * chunk
+        rows = jnp.zeros((self.config.layers, tokens, layout.words), jnp.uint32)
+        return Prompt(rows, self._index(1, tokens))
+
+    def rows(self, prompt: Prompt, space: Array, layout: Layout) -> Array:
+        """One layer's records: uint32 `[S, words]`."""
+        return prompt.rows[space, : layout.records]
+
+    def index_of(self, prompt: Prompt, tokens: Array, layout: Layout) -> DsaIndex:
+        """Index keys of one prompt, `[anchors, S, D]`; those from `tokens` on mean nothing."""
+        del tokens
+        return jax.tree.map(lambda leaf: leaf[:, 0, : layout.records], prompt.index)
+
+    def _index(self, requests: int, tokens: int) -> DsaIndex:
+        config = self.config
+        return dsa_index(len(config.group_sizes), requests, tokens, config.index_dim, self.options.record)
+
+
+def _write_keys(index: DsaIndex, anchor: Array, start: Array, keys: Array) -> DsaIndex:
+    """Writes the index keys of a chunk, `[C, D]`, of the one prompt of `index`."""
+    values, scale = store_keys(keys, index)
+    new = lax.dynamic_update_slice(index.keys, values[None, None], (anchor, 0, start, 0))
+    if scale is None:
+        return DsaIndex(new, None)
+    return DsaIndex(new, lax.dynamic_update_slice(index.key_scale, scale[None, None], (anchor, 0, start)))
+
+
+def _mask(ids: Array, tokens: int) -> Array:
+    """int32 `[C, K]`, -1 padded, as bool `[C, tokens]`."""
+    query = jnp.arange(len(ids))[:, None]
+    return jnp.zeros((len(ids), tokens), jnp.bool_).at[query, jnp.where(ids >= 0, ids, tokens)].set(True, mode="drop")
