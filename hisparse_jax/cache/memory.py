@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
 from jax import Array
@@ -25,9 +26,13 @@ def sharding(host: bool) -> SingleDeviceSharding:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros in pinned host memory. NumPy's pages are untouched, so the memory is taken once (36 s for 40 GiB)."""
-    # An alias of NumPy's memory, which a CPU takes when it happens to be aligned, could not be donated.
-    return jax.device_put(np.zeros(shape, dtype), sharding(host=True), may_alias=False)
+    """Zeros in pinned host memory, in a buffer that can be donated."""
+    if device_is_host():
+        # device_put may alias NumPy's memory here, and an alias can't be donated.
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding(host=True))()
+    # A jitted zeros would take the whole size in HBM first. NumPy's pages are untouched, so host memory is taken once
+    # (36 s for 40 GiB on an H200 machine).
+    return jax.device_put(np.zeros(shape, dtype), sharding(host=True))
 
 
 def stays_on_host(value: Array) -> Array:
