@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.records import quantise_keys
 from pallas_kernels.common import Implementation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense decoder of Llama, Qwen2 and Qwen3 shape, decoding over Quest pages."""
+"""The decoder of Llama, Qwen2, Qwen3 and Qwen3-MoE shape, decoding over Quest pages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jax.typing import DTypeLike
 
 from hisparse_jax.cache.layout import Address, Layout, Records
 from hisparse_jax.cache.state import Cache
-from hisparse_jax.selection import QuestIndex, QuestRule, page_bounds, quest_index
+from hisparse_jax.selection import QuestIndex, QuestRule, Selection, page_bounds, quest_index
 from models.config import GqaConfig
 from models.gqa import QuestAttention
 from models.layers import MLP, RMSNorm, linear, precision
+from models.moe import MoE, Routing
 from pallas_kernels.common import Implementation
 from pallas_kernels.words import to_words
 
@@ -31,15 +32,19 @@ class Layer(nnx.Module):
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
         self.attention = QuestAttention(config, rule, dtype=dtype, rngs=rngs, implementation=implementation)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
-        self.mlp = MLP(config.hidden, config.mlp_width, dtype=dtype, rngs=rngs)
+        if config.experts:
+            routing = Routing(config.experts, config.experts_used, "softmax", renormalise=config.renormalise)
+            self.mlp = MoE(config.hidden, config.mlp_width, routing, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = MLP(config.hidden, config.mlp_width, dtype=dtype, rngs=rngs)
 
-    def decode(self, x: Array, cache: Cache, address: Address) -> tuple[Array, Cache]:
-        out, cache = self.attention.decode(self.attention_norm(x), cache, address)
-        return self._mlp(x + out), cache
+    def decode(self, x: Array, cache: Cache, address: Address) -> tuple[Array, Cache, Selection]:
+        out, cache, selection = self.attention.decode(self.attention_norm(x), cache, address)
+        return self._mlp(x + out), cache, selection
 
-    def prefill(self, x: Array, stored: Array, layer: Array, start: Array) -> tuple[Array, Array]:
+    def prefill(self, x: Array, stored: Array, layer: Array, start: Array) -> tuple[Array, Array, None]:
         out, stored = self.attention.prefill(self.attention_norm(x), stored, layer, start)
-        return self._mlp(x + out), stored
+        return self._mlp(x + out), stored, None
 
     def _mlp(self, x: Array) -> Array:
         with jax.named_scope("mlp"):
@@ -76,17 +81,28 @@ class QuestDecoder(nnx.Module):
 
     def decode(self, token: Array, cache: Cache) -> tuple[Array, Cache]:
         """One token of each request: int32 `[R]` to float32 logits `[R, V]`."""
+        logits, cache, _ = self.decode_traced(token, cache)
+        return logits, cache
 
-        def step(layer: Layer, number: Array, x: Array, cache: Cache) -> tuple[Array, Cache]:
+    def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
+        """As `decode`, and the selected pages of all layers, stacked."""
+
+        def step(layer: Layer, number: Array, x: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
             return layer.decode(x, cache, Address(space=number, table=number, position=0, group=number))
 
-        x, cache = self._scan(step, self.embed(token), cache)
-        return self.logits(x), cache
+        x, cache, selected = self._scan(step, self.embed(token), cache)
+        return self.logits(x), cache, selected
 
     def prefill(self, tokens: Array, start: Array, stored: Array) -> tuple[Array, Array]:
         """A chunk of one prompt: int32 `[C]` at positions `start..` to hidden states `[C, D]`."""
 
-        def step(layer: Layer, number: Array, x: Array, stored: Array) -> tuple[Array, Array]:
+        x, stored, _ = self.prefill_traced(tokens, start, stored)
+        return x, stored
+
+    def prefill_traced(self, tokens: Array, start: Array, stored: Array) -> tuple[Array, Array, None]:
+        """As `prefill`; prompts are dense, so nothing is selected."""
+
+        def step(layer: Layer, number: Array, x: Array, stored: Array) -> tuple[Array, Array, None]:
             return layer.prefill(x, stored, number, start)
 
         return self._scan(step, self.embed(tokens), stored)
@@ -97,14 +113,16 @@ class QuestDecoder(nnx.Module):
         kernel = self.embed.embedding[...].T if self.config.tied_head else self.head.kernel[...]
         return jnp.matmul(x, kernel, precision=precision(self.dtype), preferred_element_type=jnp.float32)
 
-    def _scan(self, step: Callable[..., tuple[Array, Any]], x: Array, state: Any) -> tuple[Array, Any]:
-        """Runs `step(layer, number, x, state)` over the layers, which share one compiled body."""
+    def _scan(self, step: Callable[..., tuple[Array, Any, Any]], x: Array, state: Any) -> tuple[Array, Any, Any]:
+        """Runs `step(layer, number, x, state)` over the layers, which share one compiled body; stacks third results."""
         definition, parameters = nnx.split(self.layers)
 
-        def body(carry: tuple[Array, Any], item: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
-            return step(nnx.merge(definition, item[0]), item[1], *carry), None
+        def body(carry: tuple[Array, Any], item: tuple[Any, Array]) -> tuple[tuple[Array, Any], Any]:
+            x, state, out = step(nnx.merge(definition, item[0]), item[1], *carry)
+            return (x, state), out
 
-        return lax.scan(body, (x, state), (parameters, jnp.arange(self.config.layers)))[0]
+        (x, state), out = lax.scan(body, (x, state), (parameters, jnp.arange(self.config.layers)))
+        return x, state, out
 
     # What the cache holds of it ------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from hisparse_jax.dsa_selection import (
 )
 from hisparse_jax.prefetch import followers_issued
 from hisparse_jax.resolve import fetch, resolve
+from hisparse_jax.selection import Selection
 from models.dsa_config import DsaConfig, Run
 from models.indexer import Indexer
 from models.layers import MLP, RMSNorm, linear, precision
@@ -190,8 +191,8 @@ class DsaDecoder(nnx.Module):
         logits, cache, _ = self.decode_traced(token, cache)
         return logits, cache
 
-    def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Array]:
-        """As `decode`, and the selected tokens: int32 `[tables, R, K]`, ascending, -1 padded."""
+    def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
+        """As `decode`, and the selected tokens of all tables, stacked."""
 
         def step(run: Run, group: Group, number: Array, x: Array, cache: Cache) -> tuple[Array, Cache, Array]:
             space, table = run.first_layer + number * len(run.dense), run.first_table + number
@@ -202,21 +203,22 @@ class DsaDecoder(nnx.Module):
             return group.decode(x, cache, addresses)
 
         x, cache, selected = self._through(step, self.embed(token), cache)
-        return self.logits(x), cache, selected
+        return self.logits(x), cache, Selection(selected, None)
 
     def prefill(self, tokens: Array, start: Array, prompt: Prompt) -> tuple[Array, Prompt]:
         """A chunk of one prompt: int32 `[C]` at positions `start..` to hidden states `[C, D]`."""
         x, prompt, _ = self.prefill_traced(tokens, start, prompt)
         return x, prompt
 
-    def prefill_traced(self, tokens: Array, start: Array, prompt: Prompt) -> tuple[Array, Prompt, Array]:
-        """As `prefill`, and the selected tokens: int32 `[tables, C, K]`, ascending, -1 padded."""
+    def prefill_traced(self, tokens: Array, start: Array, prompt: Prompt) -> tuple[Array, Prompt, Selection]:
+        """As `prefill`, and the selected tokens of all tables, ids `[tables, C, K]`."""
 
         def step(run: Run, group: Group, number: Array, x: Array, prompt: Prompt) -> tuple[Array, Prompt, Array]:
             first = run.first_layer + number * len(run.dense)
             return group.prefill(x, prompt, start, first, run.first_table + number)
 
-        return self._through(step, self.embed(tokens), prompt)
+        x, prompt, selected = self._through(step, self.embed(tokens), prompt)
+        return x, prompt, Selection(selected, None)
 
     def logits(self, x: Array) -> Array:
         """Hidden states `[..., D]` to float32 logits `[..., V]`."""

@@ -40,6 +40,14 @@ class Functional:
     def decode(self, params: list[Array], token: Array, cache: Cache) -> tuple[Array, Cache]:
         return self.module(params).decode(token, cache)
 
+    def decode_traced(self, params: list[Array], token: Array, cache: Cache) -> tuple[Array, Cache, Any]:
+        """As `decode`, and what every table selected."""
+        return self.module(params).decode_traced(token, cache)
+
+    def prefill_traced(self, params: list[Array], tokens: Array, start: Array, scratch: Any) -> tuple[Array, Any, Any]:
+        """As `prefill`, and what every table selected; None where prompts are dense."""
+        return self.module(params).prefill_traced(tokens, start, scratch)
+
     def prefill(self, params: list[Array], tokens: Array, start: Array, scratch: Any) -> tuple[Array, Any]:
         return self.module(params).prefill(tokens, start, scratch)
 

@@ -14,7 +14,7 @@ from hisparse_jax.cache.append import append
 from hisparse_jax.cache.layout import Address
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.resolve import resolve
-from hisparse_jax.selection import QuestRule, append_key, select_pages
+from hisparse_jax.selection import QuestRule, Selection, append_key, select_pages
 from models.config import GqaConfig
 from models.layers import RMSNorm, chunk_attention, linear, rope
 from pallas_kernels.common import Implementation
@@ -64,7 +64,7 @@ class QuestAttention(nnx.Module):
             )
         return query.reshape(len(x), config.kv_heads, -1, config.head_dim), key, value
 
-    def decode(self, x: Array, cache: Cache, address: Address) -> tuple[Array, Cache]:
+    def decode(self, x: Array, cache: Cache, address: Address) -> tuple[Array, Cache, Selection]:
         """One token of each request, `[R, D]`, at the newest position of `cache`, whose step has begun."""
         query, key, value = self.project(x, jnp.maximum(cache.tokens - 1, 0))
         token = to_words(jnp.stack([key, value], axis=1).reshape(len(x), -1))
@@ -76,7 +76,7 @@ class QuestAttention(nnx.Module):
             cache, address, resolution, query, selection.head_mask, scale=self.config.head_dim**-0.5, dtype=key.dtype,
             implementation=self.implementation,
         )  # fmt: skip
-        return self.out(out.reshape(len(x), -1).astype(x.dtype)), cache
+        return self.out(out.reshape(len(x), -1).astype(x.dtype)), cache, selection
 
     def prefill(self, x: Array, stored: Array, layer: Array, start: Array) -> tuple[Array, Array]:
         """A chunk of one prompt, `[C, D]` at positions `start..`, densely; its keys and values go to `stored`.
