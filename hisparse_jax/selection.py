@@ -139,7 +139,7 @@ def _shared(
     others = jnp.maximum(cache.length - rule.recent_pages, 0)
     wanted = rule.budget_pages - rule.recent_pages
     best = index_topk(jnp.sum(scores, axis=(1, 2)), others, wanted, implementation=implementation)
-    newest = others[:, None] + jnp.arange(rule.recent_pages)
+    newest = others[:, None] + jnp.arange(rule.recent_pages)[None]
     newest = jnp.where(newest < cache.length[:, None], newest, -1)
     ids = jnp.concatenate([best, newest], axis=1)
     return Selection(_ascending(ids), None)
@@ -157,9 +157,9 @@ def _per_query_head(
     best = index_topk(flat, jnp.repeat(others, lists), wanted, implementation=implementation)
     best = best.reshape(requests, lists, wanted)
 
-    page = jnp.arange(pages)
+    page = jnp.arange(pages)[None]
     newest = (page >= others[:, None]) & (page < cache.length[:, None])
-    rows, columns = jnp.arange(requests)[:, None, None], jnp.arange(lists)[:, None]
+    rows, columns = jnp.arange(requests)[:, None, None], jnp.arange(lists)[None, :, None]
     attended = jnp.zeros((requests, lists, pages), jnp.bool_)
     attended = attended.at[rows, columns, jnp.where(best >= 0, best, pages)].set(True, mode="drop")
     attended |= newest[:, None]
