@@ -24,7 +24,19 @@ _FLOATS = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
-_OTHER_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E5M2": 1}
+_OTHERS = {
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+_TYPES = {**_FLOATS, **_OTHERS}
 _TILE = 128  # rows and columns of an FP8 weight that share one scale
 _SCALE = "_scale_inv"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -102,8 +114,7 @@ class SafetensorsFolder:
             )
         if place.file not in self._maps:
             self._maps[place.file] = np.memmap(place.file, np.uint8, "r")
-        data = self._maps[place.file][place.start : place.end]
-        return data.view(_FLOATS[place.dtype]).reshape(place.shape)
+        return _values(self._maps[place.file], place)
 
     def _check_scales(self) -> None:
         for name, place in self._places.items():
@@ -118,6 +129,24 @@ class SafetensorsFolder:
                     f"{scale.file}: {name}{_SCALE} must have shape {list(want)}, one scale per {_TILE} x {_TILE} tile "
                     f"of {list(place.shape)}; got {list(scale.shape)}"
                 )
+
+
+def read_file(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of one file, of any type, as they are stored.
+
+    Raises:
+      UserError: it isn't there, is truncated, contradicts itself, or holds an unknown type.
+    """
+    places = _read_header(path)
+    unknown = [f"{name} ({place.dtype})" for name, place in places.items() if place.dtype not in _TYPES]
+    if unknown:
+        raise UserError(f"{path}: tensors of unknown types: {', '.join(unknown)}")
+    data = np.memmap(path, np.uint8, "r")
+    return {name: _values(data, place) for name, place in places.items()}
+
+
+def _values(data: np.ndarray, place: _Place) -> np.ndarray:
+    return data[place.start : place.end].view(_TYPES[place.dtype]).reshape(place.shape)
 
 
 def read_json(path: Path) -> Any:
@@ -153,8 +182,11 @@ def _named_files(folder: Path) -> dict[str, Path]:
 
 def _read_header(path: Path) -> dict[str, _Place]:
     """Tensors of one file, checked against each other and against the file's size."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    try:
+        size, opened = path.stat().st_size, path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: the file can't be read: {error.strerror}") from None
+    with opened as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > _MAX_HEADER or 8 + length > size:
             raise UserError(f"{path}: truncated, or not a safetensors file: {size} bytes: fetch it again")
@@ -185,7 +217,7 @@ def _place(path: Path, name: str, entry: Any, data: int) -> _Place:
         raise UserError(
             f"{path}: the header is inconsistent: {name} must have dtype, shape and data_offsets, got {entry}"
         ) from None
-    item = np.dtype(_FLOATS[dtype]).itemsize if dtype in _FLOATS else _OTHER_BYTES.get(dtype)
+    item = np.dtype(_TYPES[dtype]).itemsize if dtype in _TYPES else None
     want = None if item is None else item * int(np.prod(shape, dtype=np.int64))
     if min(shape, default=0) < 0 or end < start or (want is not None and end - start != want):
         raise UserError(
