@@ -133,22 +133,73 @@ def gather(ref: Any, index: Array, default: int = -1) -> Array:
     return emit(ref, index)[0]
 
 
-def scatter(ref: Any, index: Array, value: Array) -> None:
-    """`ref[index] = value` where the index is not negative; `ref` is 1-D, in GMEM or SMEM."""
+def scatter(ref: Any, index: Array, value: Array | int) -> None:
+    """`ref[index] = value` where the index is not negative; `ref` is 1-D, in GMEM or SMEM.
+
+    A constant must come as a Python int: an array that is one value in all lanes has a layout of its own.
+    """
     if interpreting():
         old = ref[...]
         where = jnp.where(index >= 0, index, old.shape[0])
-        ref[...] = old.at[where].set(value.astype(old.dtype), mode="drop")
+        ref[...] = old.at[where].set(jnp.asarray(value).astype(old.dtype), mode="drop")
         return
     (n,) = index.shape
+    constant = isinstance(value, int)
 
-    @_emit((_REF, spread(n), spread(n)))
-    def emit(ctx: Any, ref: Any, index: Any, value: Any) -> None:
-        for i, v in zip(_elements(index), _elements(value), strict=True):
+    @_emit((_REF, spread(n)) if constant else (_REF, spread(n), spread(n)))
+    def emit(ctx: Any, ref: Any, index: Any, *values: Any) -> None:
+        where = _elements(index)
+        for i, v in zip(where, [_c(value)] * len(where) if constant else _elements(values[0]), strict=True):
             with mgpu.when(_compare("sge", i, _c(0))):
                 _store(v, ref, i)
 
-    emit(ref, index, value)
+    emit(ref, index, *([] if constant else [value]))
+
+
+def take(counters: Any, index: Array) -> Array:
+    """Adds 1 to `counters[index]` for every lane and gives each the value it found; 1-D int32 in SMEM, -1: nothing.
+
+    Which lane comes first is not determined.
+    """
+    if interpreting():
+        earlier = jnp.tril(index[:, None] == index[None], -1).sum(-1, dtype=jnp.int32)
+        before = gather(counters, index, 0) + earlier
+        size = counters.shape[0]
+        counters[...] = counters[...].at[jnp.where(index >= 0, index, size)].add(1, mode="drop")
+        return jnp.where(index >= 0, before, -1)
+    (n,) = index.shape
+
+    @_emit((_REF, spread(n)), n)
+    def emit(ctx: Any, counters: Any, index: Any) -> Any:
+        base, found = mgpu_utils.memref_ptr(counters), []
+        for i in _elements(index):
+            branch = scf.IfOp(_compare("sge", i, _c(0)), results_=[_i32()], has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                where = mgpu_utils.getelementptr(base, [i], _i32())
+                add = llvm.atomicrmw(llvm.AtomicBinOp.add, where, _c(1), llvm.AtomicOrdering.monotonic)
+                scf.yield_([add])
+            with ir.InsertionPoint(branch.else_block):
+                scf.yield_([_c(-1)])
+            found.append(branch.results[0])
+        return (_replace(index, found),)
+
+    return emit(counters, index)[0]
+
+
+def put(ref: Any, *scalars: Array) -> None:
+    """`ref[i] = scalars[i]`; one lane of the program writes."""
+    if interpreting():
+        for i, value in enumerate(scalars):
+            ref[i] = value
+        return
+
+    @_emit((_REF, *[_SCALAR] * len(scalars)))
+    def emit(ctx: Any, ref: Any, *scalars: Any) -> None:
+        with mgpu.when(_compare("eq", _block_lane(), _c(0))):
+            for i, value in enumerate(scalars):
+                _store(value.registers.item(), ref, _c(i))
+
+    emit(ref, *scalars)
 
 
 def fill(ref: Any, value: int, threads: int) -> None:
@@ -347,15 +398,26 @@ def popcount(values: Array) -> Array:
 def search_rank(ascending: Any, ids: Array) -> Array:
     """Place of each id in a sorted int32 `[K]` ref, -1 if it isn't there: `bitmap_rank` for sets that are too wide."""
     (size,) = ascending.shape
-    place = jnp.zeros_like(ids)
-    step = 1 << (size.bit_length() - 1)
-    while step:
-        probe = place + step
-        value = gather(ascending, jnp.where(probe <= size, probe - 1, -1), jnp.iinfo(jnp.int32).max)
-        place = jnp.where(value < ids, probe, place)
-        step //= 2
-    found = gather(ascending, jnp.where(place < size, place, -1))
-    return jnp.where((found == ids) & (ids >= 0), place, -1)
+    if interpreting():
+        place = jnp.searchsorted(ascending[...], ids).astype(jnp.int32)
+        return jnp.where((ids >= 0) & (ascending[...][jnp.minimum(place, size - 1)] == ids), place, -1)
+    (n,) = ids.shape
+
+    @_emit((_REF, spread(n)), n)
+    def emit(ctx: Any, ascending: Any, ids: Any) -> Any:
+        def search(i: Any) -> Any:
+            place, step = _c(0), 1 << (size.bit_length() - 1)
+            while step:  # place = how many are smaller
+                probe = arith.addi(place, _c(step))
+                value = _load(ascending, arith.subi(arith.minsi(probe, _c(size)), _c(1)))
+                further = arith.andi(_compare("sle", probe, _c(size)), _compare("slt", value, i))
+                place, step = arith.select(further, probe, place), step // 2
+            found = _compare("eq", _load(ascending, arith.minsi(place, _c(size - 1))), i)
+            return arith.select(arith.andi(found, _compare("sge", i, _c(0))), place, _c(-1))
+
+        return (_replace(ids, [search(i) for i in _elements(ids)]),)
+
+    return emit(ascending, ids)[0]
 
 
 # Words: rows ---------------------------------------------------------------------------------------------------------
@@ -496,7 +558,8 @@ def _copy_rows_twin(
 
             @pl.when(to_row >= 0)
             def _() -> None:
-                target.at[to_row + offset][...] = source.at[from_row + source_offset][...]
+                to, of = to_row.astype(jnp.int32) + offset, from_row.astype(jnp.int32) + source_offset
+                target.at[to][...] = source.at[of][...]
 
     lax.fori_loop(0, (rows + workers - 1) // workers, one, None)
 
@@ -510,3 +573,14 @@ def now() -> Array:
         return (_splat(mgpu_utils.globaltimer("low")),)
 
     return emit()[0]
+
+
+def sleep(us: int) -> None:
+    """Holds the program for about so many microseconds."""
+
+    @_emit(())
+    def emit(ctx: Any) -> None:
+        for _ in range(max(1, us // 20)):
+            mgpu_utils.nanosleep(_c(20_000))
+
+    emit()

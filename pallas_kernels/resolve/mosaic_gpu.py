@@ -9,7 +9,8 @@ its share of the rows, and the first ones publish. With E evictable slots and M 
             `order` gets the evictable slots from the front and the hit ones from the back;
 3. place    each selected id: ring slot, hit slot, or as the m-th miss the victim order[m];
 4. publish  slots, plan and counters; new recency = order[M:E], order[:M], hits; new ids of the victims;
-5. fetch    row of miss m to slot order[m].
+5. fetch    row of miss m to slot order[m]. Rows of a wide pool are first put into buckets by address: all programs then
+            sweep it in one direction, which the link's address translation rewards (docs/kernels.md).
 
 No lane reads a table after step 2, and programs publish only when the whole cluster is past it: that is what makes
 changing the tables in place right.
@@ -35,9 +36,9 @@ _NEVER = jnp.iinfo(jnp.int32).max
 
 
 def shared_bytes(selected: int, hot_slots: int, context: int, *, bitmap: bool) -> int:
-    """Shared memory of a program: order, slot and host row of each selected id, and the set of selected ids."""
+    """Shared memory of a program: order, slot and host row of each selected id (twice), and the set of selected ids."""
     ids = -(-context // 32) * 6 if bitmap else selected * 4
-    return 2 * hot_slots + 6 * selected + ids + 8 * 1024
+    return 2 * hot_slots + 12 * selected + ids + 8 * 1024
 
 
 def unsupported(selected: int, hot_slots: int, context: int, words: int = 0) -> str | None:
@@ -63,6 +64,7 @@ def resolve(
     (requests, width), (_, _, hot_slots) = selected.shape, slot_ids.shape
     context = page_table.shape[1] * page_records
     how = how or tuning(4 * rows[0].shape[1] if rows else 0, requests)
+    how = how if rows else how._replace(buckets=0)
     programs, threads = how.programs, how.threads
     by_bitmap = shared_bytes(width, hot_slots, context, bitmap=True) <= SHARED_BYTES
     bitmap_words = -(-context // 32)
@@ -80,7 +82,7 @@ def resolve(
     def resolve_kernel(*refs: Any) -> None:
         rows_refs, refs = (refs[:5], refs[5:]) if rows else (None, refs)
         (selected_ref, length_ref, pages_ref, table_ref, ids_ref, ages_ref, slots_ref, host_row_ref, slot_ref, count_ref,
-         counters_ref, order, slot_of_place, host_rows, words, first, scratch) = refs  # fmt: skip
+         counters_ref, order, slot_of_place, host_rows, words, first, scratch, *sweep) = refs  # fmt: skip
         request, thread = lax.axis_index("request"), lax.axis_index("thread")
         program = lax.axis_index("program") if programs > 1 else jnp.int32(0)
         ids_ref, ages_ref = (r.at[table_ref[0], request] for r in (ids_ref, ages_ref))
@@ -115,20 +117,18 @@ def resolve(
                 ids = indexed.gather(selected_ref, at)
                 ids = jnp.where((ids >= 0) & (length > 0), ids, -1)
                 indexed.scatter(slots_ref, at, ids)
-                indexed.scatter(host_row_ref, at, jnp.full_like(at, -1))
-                indexed.scatter(slot_ref, at, jnp.full_like(at, -1))
+                indexed.scatter(host_row_ref, at, -1)
+                indexed.scatter(slot_ref, at, -1)
                 _, found = indexed.prefix_count(scratch_of(chunk), _flag(ids >= 0), threads=threads)
                 return hits + found
 
             hits = rounds(width, one, jnp.int32(0))
             zero = jnp.int32(0)
-            _publish_counters(hits, zero, zero)
+            publish_counters(hits, zero, zero)
 
-        def _publish_counters(hits: Array, ring_hits: Array, misses: Array) -> None:
-            i = thread * indexed.LANES + indexed.positions(indexed.LANES)
-            value = jnp.where(i == 0, hits, jnp.where(i == 1, ring_hits, misses))
-            indexed.scatter(counters_ref.at[request], jnp.where(i < 3, i, -1), value)
-            indexed.scatter(count_ref.at[pl.ds(request, 1)], jnp.where(i == 2, 0, -1), value)
+        def publish_counters(hits: Array, ring_hits: Array, misses: Array) -> None:
+            indexed.put(counters_ref.at[request], hits, ring_hits, misses)
+            indexed.put(count_ref.at[pl.ds(request, 1)], misses)
 
         # Longer ones --------------------------------------------------------------------------------------------------
         def old_tables(chunk: Any) -> tuple[Array, Array, Array]:
@@ -137,9 +137,20 @@ def resolve(
             slot = indexed.gather(ages_ref, at)
             return at, slot, indexed.gather(ids_ref, slot)
 
-        def select(chunk: Any, _: Any) -> Any:
+        def selection(chunk: Any) -> tuple[Array, Array, Array]:
+            """Place, id and host row of the selected records of this thread."""
             at = places(width, chunk)
             ids = indexed.gather(selected_ref, at)
+            known = jnp.maximum(ids, 0)
+            page = indexed.gather(pages_ref, lax.div(known, jnp.int32(page_records)))
+            return at, ids, page * page_records + lax.rem(known, jnp.int32(page_records))
+
+        # What one round covers is loaded at once, before anything waits for the length.
+        tables = old_tables(0) if chunks(hot_slots)[1] == 1 else None
+        picked = selection(0) if chunks(width)[1] == 1 else None
+
+        def select(chunk: Any, _: Any) -> Any:
+            at, ids, _row = picked or selection(chunk)
             if by_bitmap:
                 before = indexed.gather(selected_ref, jnp.where(at > 0, at - 1, -1))
                 indexed.bitmap_insert(words, first, ids, before, at)
@@ -147,8 +158,8 @@ def resolve(
                 indexed.scatter(words, at, jnp.where(ids >= 0, ids, _NEVER))
             return _
 
-        def probe(old: Any, chunk: Any, before: Array) -> Array:
-            at, slot, ids = old or old_tables(chunk)
+        def probe(chunk: Any, before: Array) -> Array:
+            at, slot, ids = tables or old_tables(chunk)
             place = indexed.bitmap_rank(words, first, ids) if by_bitmap else indexed.search_rank(words, ids)
             evictable = (at >= 0) & (place < 0)
             rank, found = indexed.prefix_count(scratch_of(chunk), _flag(evictable), threads=threads)
@@ -160,12 +171,8 @@ def resolve(
 
         def place(chunk: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             misses, ring_hits, active = sums
-            at = places(width, chunk)
-            ids = indexed.gather(selected_ref, at)
+            at, ids, host_row = picked or selection(chunk)
             is_selected = ids >= 0
-            known = jnp.maximum(ids, 0)
-            page = lax.div(known, jnp.int32(page_records))
-            host_row = indexed.gather(pages_ref, page) * page_records + lax.rem(known, jnp.int32(page_records))
             hit_slot = indexed.gather(slot_of_place, at)
             ring_begin = jnp.maximum(hot_slots, length - ring_slots)
             in_ring = is_selected & (ids >= ring_begin)
@@ -175,7 +182,7 @@ def resolve(
             )
             rank = misses + rank
             victim = indexed.gather(order, jnp.where(miss, rank, -1))
-            slot = jnp.where(in_ring, hot_slots + lax.rem(known, jnp.int32(ring_slots)), jnp.where(miss, victim, hit_slot))
+            slot = jnp.where(in_ring, hot_slots + lax.rem(jnp.maximum(ids, 0), jnp.int32(ring_slots)), jnp.where(miss, victim, hit_slot))
             indexed.scatter(host_rows, jnp.where(miss, rank, -1), host_row)
             if programs > 1 and wait_late:
                 indexed.cluster_wait()
@@ -207,15 +214,49 @@ def resolve(
 
             return one
 
+        def in_address_order(misses: Array) -> tuple[Any, Any]:
+            """The plan, sorted by bucket of host rows: a histogram, its prefix sum, and places taken from it."""
+            from_rows, to_slots, counts = sweep
+            bucket_rows = -(-rows_per_space // how.buckets)
+
+            def missed(chunk: Any) -> tuple[Array, Array, Array]:
+                at = places(width, chunk)
+                at = jnp.where(at < misses, at, -1)
+                row = indexed.gather(host_rows, at)
+                return at, row, jnp.where(row >= 0, lax.div(jnp.maximum(row, 0), jnp.int32(bucket_rows)), -1)
+
+            def count(chunk: Any, _: Any) -> Any:
+                indexed.take(counts, missed(chunk)[2])
+                return _
+
+            def deal(chunk: Any, _: Any) -> Any:
+                at, row, bucket = missed(chunk)
+                turn = indexed.take(counts, bucket)
+                indexed.scatter(from_rows, turn, row)
+                indexed.scatter(to_slots, turn, indexed.gather(order, at))
+                return _
+
+            rounds(width, count, jnp.int32(0))
+            indexed.barrier()
+            bucket = thread * indexed.LANES + indexed.positions(indexed.LANES)
+            bucket = jnp.where(bucket < how.buckets, bucket, -1)
+            start, _ = indexed.prefix_sum(scratch.at[0], indexed.gather(counts, bucket, 0), threads=threads)
+            indexed.scatter(counts, bucket, start)
+            indexed.barrier()
+            rounds(width, deal, jnp.int32(0))
+            indexed.barrier()
+            return from_rows, to_slots
+
         def long() -> None:
-            old = old_tables(0) if chunks(hot_slots)[1] == 1 else None  # on their way while the bitmap is built
+            if how.buckets:
+                indexed.fill(sweep[2], 0, threads)
             if by_bitmap:
                 indexed.fill(words, 0, threads)
             indexed.fill(slot_of_place, -1, threads)
             indexed.barrier()
             rounds(width, select, jnp.int32(0))
             indexed.barrier()
-            evictable = rounds(hot_slots, lambda chunk, before: probe(old, chunk, before), jnp.int32(0))
+            evictable = rounds(hot_slots, probe, jnp.int32(0))
             if programs > 1:
                 indexed.cluster_arrive()
                 if not wait_late:
@@ -232,12 +273,13 @@ def resolve(
             @pl.when(publisher(2))
             def _() -> None:
                 rounds(width, plan(misses), zero)
-                _publish_counters(active - misses, ring_hits, misses)
+                publish_counters(active - misses, ring_hits, misses)
 
             if rows_refs is not None:
                 pool_ref, hot_ref, base_ref, space_ref, group_ref = rows_refs
+                from_rows, to_slots = in_address_order(misses) if how.buckets else (host_rows, order)
                 indexed.copy_rows(
-                    pool_ref, hot_ref.at[group_ref[0]], host_rows, order, misses, program, programs, threads=threads,
+                    pool_ref, hot_ref.at[group_ref[0]], from_rows, to_slots, misses, program, programs, threads=threads,
                     aligned="source", source_offset=space_ref[0] * rows_per_space, target_offset=base_ref[request],
                     in_flight=how.in_flight,
                 )  # fmt: skip
@@ -265,6 +307,8 @@ def resolve(
         plgpu.SMEM((bitmap_words if by_bitmap else 1,), jnp.int16),
         plgpu.SMEM((2, 3 * indexed.MAX_WARPS), jnp.int32),
     ]
+    if how.buckets:
+        scratch_types += [plgpu.SMEM((width,), jnp.int32), plgpu.SMEM((width,), jnp.int16), plgpu.SMEM((how.buckets,), jnp.int32)]
     cluster = {"cluster": (programs,), "cluster_names": ("program",)} if programs > 1 else {}
     run = plgpu.kernel(
         resolve_kernel, out_type=out_type, grid=(requests,), grid_names=("request",), num_threads=threads, thread_name="thread",

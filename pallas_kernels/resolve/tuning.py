@@ -4,5 +4,6 @@ class Tuning(NamedTuple):
     programs: int = 1
     threads: int = 8
     in_flight: int = 4
+    buckets: int = 0
 def tuning(row_bytes, n):
     return Tuning()

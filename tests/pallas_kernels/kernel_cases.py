@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases that the kernel tests share: abstract devices, random traces, a pool whose bytes say where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+HOST = jax.memory.Space.Host
+DEVICES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "NVIDIA B200": 148}
+ON_GPU = jax.default_backend() == "gpu"
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")]
+
+
+def abstract_gpu(kind: str = "NVIDIA H200"):
+    """Context in which kernels are traced for this GPU, on any machine."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=DEVICES[kind])
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def lower_for_cuda(function, *args, kind: str = "NVIDIA H200") -> str:
+    """Text of the module lowered for CUDA; this is not yet a PTX compilation."""
+    with abstract_gpu(kind):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def pinned() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def pool_words(row, words: int):
+    """Contents of pool rows, uint32 `[..., words]`, from their row numbers (NumPy or JAX)."""
+    row = row[..., None].astype(np.uint32)
+    column = np.arange(words, dtype=np.uint32)
+    return (row * np.uint32(2654435761)) ^ (column * np.uint32(40503) + row)
+
+
+def make_pool(rows: int, words: int) -> jax.Array:
+    """A pool in pinned host memory, filled by `pool_words`."""
+    return jax.device_put(pool_words(np.arange(rows), words), pinned())
+
+
+class Sizes(NamedTuple):
+    requests: int
+    selected: int
+    hot_slots: int
+    ring_slots: int
+    page_records: int
+    pages: int
+    tables: int = 2
+
+
+class Step(NamedTuple):
+    selected: np.ndarray
+    length: np.ndarray
+
+
+def tables(sizes: Sizes, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cold tables and a page table: slot_ids, recency, page_table."""
+    shape = (sizes.tables, sizes.requests, sizes.hot_slots)
+    slot_ids = np.full(shape, -1, np.int32)
+    recency = rng.permuted(np.broadcast_to(np.arange(sizes.hot_slots, dtype=np.int16), shape), axis=-1)
+    pages = rng.permutation(sizes.requests * sizes.pages).reshape(sizes.requests, sizes.pages).astype(np.int32)
+    return slot_ids, recency, pages
+
+
+def trace(sizes: Sizes, steps: int, rng: np.random.Generator, *, reuse: float = 0.8) -> Iterator[Step]:
+    """A random walk of selections: requests come, grow past H and H + W, and go; most selected ids come again."""
+    context = sizes.pages * sizes.page_records
+    length = np.zeros(sizes.requests, np.int64)
+    last = [np.zeros(0, np.int64) for _ in range(sizes.requests)]
+    edges = [1, sizes.hot_slots, sizes.hot_slots + 1, sizes.hot_slots + sizes.ring_slots, context - 20]
+    for _ in range(steps):
+        selected = np.full((sizes.requests, sizes.selected), -1, np.int32)
+        for r in range(sizes.requests):
+            fate = rng.random()
+            if fate < 0.02:
+                length[r] = 0
+            elif fate < 0.06 or length[r] >= context:
+                length[r] = min(context, max(1, rng.choice(edges) + rng.integers(-1, 2)))
+            elif length[r] > 0:
+                length[r] += 1
+            n = min(sizes.selected, int(length[r]))
+            if n and rng.random() < 0.2:
+                n = int(rng.integers(1, n + 1))
+            if n:
+                old = last[r][last[r] < length[r]]
+                old = rng.permutation(old)[: int(n * reuse)]
+                fresh = rng.choice(length[r], min(n, int(length[r])), replace=False)
+                ids = np.concatenate([[length[r] - 1], old, fresh])
+                ids = ids[np.sort(np.unique(ids, return_index=True)[1])][:n]
+                last[r] = ids
+                selected[r, :n] = np.sort(ids)[:n] if len(ids) >= n else np.pad(np.sort(ids), (0, n - len(ids)), constant_values=-1)
+        yield Step(selected, length.astype(np.int32))
+
+
+def same(got, want, what: str) -> None:
+    """Every leaf bitwise equal."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if not np.array_equal(a, b):
+            wrong = np.argwhere(a != b)
+            raise AssertionError(
+                f"{what}{jax.tree_util.keystr(path)}: {len(wrong)} of {a.size} differ, first at {wrong[0]}: "
+                f"{a[tuple(wrong[0])]} instead of {b[tuple(wrong[0])]}"
+            )
+
+
+def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
+    return jnp.zeros(shape, dtype)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel lowers for CUDA on a machine without a GPU. Lowering is not a PTX compile: that is for the GPU tests."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import indexed
+from pallas_kernels.backup import arg_specs as backup_specs
+from pallas_kernels.backup import backup
+from pallas_kernels.fetch import arg_specs as fetch_specs
+from pallas_kernels.fetch import fetch
+from pallas_kernels.resolve import arg_specs as resolve_specs
+from pallas_kernels.resolve import mosaic_gpu, resolve, resolve_and_fetch
+from pallas_kernels.resolve.tuning import Tuning
+from tests.pallas_kernels.kernel_cases import DEVICES, HOST, abstract_gpu, lower_for_cuda
+
+
+def lower(function, args: dict, kind: str) -> str:
+    """Lowers `function(**args)` with `pool` in host memory; the kernel must be in it and the pool not copied."""
+
+    def with_host_pool(args):
+        if "pool" in args:
+            args = args | {"pool": jax.device_put(args["pool"], HOST)}
+        return function(**args)
+
+    text = lower_for_cuda(with_host_pool, args, kind=kind)
+    assert "mosaic_gpu" in text
+    return text
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("name", resolve_specs.SPECS)
+def test_resolve(name, kind):
+    args, options = resolve_specs.abstract_args(resolve_specs.SPECS[name])
+    fused = functools.partial(resolve_and_fetch, **options, implementation="mosaic_gpu")
+    lower(fused, args, kind)
+    if kind == "NVIDIA H200":
+        del options["rows_per_space"]
+        for without in ("pool", "hot_rows", "base", "space", "group"):
+            del args[without]
+        lower(functools.partial(resolve, **options, implementation="mosaic_gpu"), args, kind)
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("name", fetch_specs.SPECS)
+def test_fetch(name, kind):
+    args, options = fetch_specs.abstract_args(fetch_specs.SPECS[name])
+    lower(functools.partial(fetch, **options, implementation="mosaic_gpu"), args, kind)
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("name", backup_specs.SPECS)
+def test_backup(name, kind):
+    args = backup_specs.abstract_args(backup_specs.SPECS[name])
+    text = lower(functools.partial(backup, implementation="mosaic_gpu"), args, kind)
+    assert 'space = "pinned_host"' in text or "pinned_host" in text
+
+
+@pytest.mark.parametrize("buckets", [0, 64])
+def test_no_operand_of_an_emitted_word_is_one_value(buckets, monkeypatch):
+    """An array that is a splat has another layout than the words expect, which only the PTX compile would say.
+
+    Lowering with lane semantics checks the layout of every operand.
+    """
+    kernel = plgpu.kernel
+    by_lane = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    monkeypatch.setattr(plgpu, "kernel", functools.partial(kernel, compiler_params=by_lane))
+    for name in ("dsa_mla_bf16_r64", "million", "widest"):
+        args, options = resolve_specs.abstract_args(resolve_specs.SPECS[name])
+
+        def run(args, options=options):
+            rows = tuple(args[n] for n in ("pool", "hot_rows", "base", "space", "group"))
+            names = ("selected", "length", "slot_ids", "recency", "page_table", "table")
+            how = Tuning(programs=2, threads=4, in_flight=2, buckets=buckets)
+            return mosaic_gpu.resolve(*(args[n] for n in names), rows=rows, how=how, **options)
+
+        lower_for_cuda(run, args)
+    args, options = fetch_specs.abstract_args(fetch_specs.SPECS["dsa_mla_bf16"])
+    lower(functools.partial(fetch, **options, implementation="mosaic_gpu"), args, "NVIDIA H200")
+
+
+def test_private_parts_of_jax():
+    """What breaks when JAX changes: everything private is imported by pallas_kernels.indexed, and named here."""
+    used = {
+        "the switch that says whether the interpreter runs": indexed._config.pallas_tpu_interpret_mode_context_manager,
+        "MLIR types and values": indexed.ir.IntegerType,
+        "integer arithmetic of a lane": indexed.arith.cmpi,
+        "loads and stores of one element": indexed.memref.load,
+        "wide loads and stores": indexed.llvm.load,
+        "atomics": indexed.llvm.atomicrmw,
+        "votes, shuffles, lane masks, cluster barriers": indexed.nvvm.vote_sync,
+        "loops and branches of a lane": indexed.scf.ForOp,
+        "population count": indexed.math_dialect.ctpop,
+        "thread index and the program's barrier": indexed.gpu_dialect.barrier,
+        "registers of an array": indexed.mgpu.FragmentedArray.foreach,
+        "pointers into refs": indexed.mgpu_utils.memref_ptr,
+        "a sum over a warp": indexed.mgpu_utils.redux,
+        "the global timer": indexed.mgpu_utils.globaltimer,
+        "emitted code inside a kernel": plgpu.inline_mgpu,
+        "the layout that gives each lane neighbours": plgpu.Layout.WG_STRIDED,
+    }
+    assert all(part is not None for name, part in used.items() if "switch" not in name)
+    for name in ("vote_sync", "shfl_sync", "read_ptx_sreg_lanemask_lt", "cluster_arrive", "cluster_wait"):
+        assert hasattr(indexed.nvvm, name), name
+    assert not indexed.interpreting()
+
+
+def test_nothing_else_imports_private_jax():
+    import pathlib
+
+    root = pathlib.Path(indexed.__file__).parent
+    mine = [*root.glob("*.py"), *(p for op in ("resolve", "fetch", "backup") for p in (root / op).glob("*.py"))]
+    private = [p.name for p in mine if "jax._src" in p.read_text() and p.name != "indexed.py"]
+    assert not private, private
+
+
+def test_errors():
+    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+    with pytest.raises(ValueError, match="can't run.*those that can: xla"):
+        backup(jnp.zeros((5, 2), jnp.uint32), jnp.zeros((1, 2), jnp.uint32), zeros(1), implementation="mosaic_gpu")
+    with abstract_gpu(), pytest.raises(ValueError, match="multiple of 8 bytes, got 12"):
+        backup(jnp.zeros((5, 3), jnp.uint32), jnp.zeros((1, 3), jnp.uint32), zeros(1), implementation="mosaic_gpu")
+    args = (zeros(1, 4), zeros(1), zeros(1, 1, 8), jnp.zeros((1, 1, 8), jnp.int16), zeros(1, 9), 0)
+    with abstract_gpu(), pytest.raises(ValueError, match="hit-first LRU"):
+        resolve(
+            *args, ring_slots=1, page_records=1, order=lambda hit, loaded: jnp.arange(8), implementation="mosaic_gpu"
+        )
+    rows = jnp.zeros((9, 2), jnp.uint32), jnp.zeros((1, 9, 4), jnp.uint32)
+    with pytest.raises(ValueError, match=r"resolve_and_fetch: pool must have shape \['any', 4\], got \[9, 2\]"):
+        resolve_and_fetch(*rows, *args[:5], zeros(1), 0, 0, 0, rows_per_space=9, ring_slots=1, page_records=1)
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        resolve(*args, ring_slots=1, page_records=1, implementation="triton")
+    assert mosaic_gpu.unsupported(4096, 32767, 1 << 22) is None

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On the GPU: the kernel against the reference, element by element, and the rows it fetches, byte by byte."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.pallas_kernels.kernel_cases import Sizes, make_pool, needs_gpu, pinned, pool_words, same, tables, trace
+
+from pallas_kernels.resolve import mosaic_gpu, reference
+from pallas_kernels.resolve.tuning import Tuning
+
+pytestmark = needs_gpu
+
+
+def run_trace(sizes, words, how, steps=200, seed=0, reuse=0.8, fetch=True):
+    rng = np.random.default_rng(seed)
+    ids, ages, pages = tables(sizes, rng)
+    rows_per_space = sizes.requests * sizes.pages * sizes.page_records
+    slots = sizes.hot_slots + sizes.ring_slots
+    space, group, table = jnp.int32(1), jnp.int32(1), jnp.int32(sizes.tables - 1)
+    base = jnp.asarray(rng.permutation(sizes.requests) * slots, jnp.int32)
+    options = dict(ring_slots=sizes.ring_slots, page_records=sizes.page_records)
+    want_of = jax.jit(functools.partial(reference.resolve, **options))
+
+    if fetch:
+        pool = make_pool(2 * rows_per_space, words)
+        hot = jnp.full((2, sizes.requests * slots, words), 0xDEADBEEF, jnp.uint32)
+        expected = np.asarray(hot).copy()
+
+        def kernel(pool, hot, selected, length, ids, ages):
+            rows = (pool, hot, base, space, group)
+            return mosaic_gpu.resolve(
+                selected, length, ids, ages, pages, table, **options, rows=rows, rows_per_space=rows_per_space, how=how
+            )
+
+        step = jax.jit(kernel, donate_argnums=(1, 4, 5))
+    else:
+        pool = hot = None
+        step = jax.jit(lambda p, h, s, n, i, a: mosaic_gpu.resolve(s, n, i, a, pages, table, **options, how=how))
+
+    got_state = want_state = (jnp.asarray(ids), jnp.asarray(ages))
+    got_state = jax.tree.map(jnp.copy, got_state)
+    totals = np.zeros(3, int)
+    for number, (selected, length) in enumerate(trace(sizes, steps, rng, reuse=reuse)):
+        want = want_of(selected, length, *want_state, pages, table)
+        got, hot = step(pool, hot, selected, length, *got_state)
+        same(got, want, f"step {number}: ")
+        got_state, want_state = (got.slot_ids, got.recency), (want.slot_ids, want.recency)
+        totals += np.asarray(got.counters).sum(0)
+        if fetch:
+            plan = jax.tree.map(np.asarray, got.plan)
+            for r in range(sizes.requests):
+                n = plan.count[r]
+                at = np.asarray(base)[r] + plan.slot[r, :n]
+                expected[1, at] = pool_words(plan.host_row[r, :n] + rows_per_space, words)
+            if number % 20 == 19 or number == steps - 1:
+                same(np.asarray(hot), expected, f"step {number}: hot rows")
+    assert totals.sum() > 0, totals
+    return totals
+
+
+SMALL = Sizes(requests=5, selected=64, hot_slots=150, ring_slots=10, page_records=4, pages=200)
+CORNERS = {
+    "K=1": SMALL._replace(selected=1),
+    "K=H": SMALL._replace(selected=150),
+    "odd K and H": SMALL._replace(selected=77, hot_slots=151, ring_slots=3, page_records=1, pages=801),
+    "W=1": SMALL._replace(ring_slots=1),
+    "wide": Sizes(3, 2048, 4096, 64, 16, 2048),
+    "wider than a chunk": Sizes(2, 4096, 8191, 64, 64, 512),
+    "widest": Sizes(2, 4096, 32767, 64, 64, 2048),
+}
+
+
+@pytest.mark.parametrize("words", [288, 164, 146, 320, 160, 176, 2])
+def test_rows(words):
+    run_trace(SMALL, words, Tuning(2, 2, 4))
+
+
+@pytest.mark.parametrize("words", [6144, 16384])
+def test_big_records(words):
+    run_trace(SMALL._replace(requests=2, hot_slots=70, selected=33, pages=40), words, Tuning(4, 4, 4))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 4, 8])
+@pytest.mark.parametrize("threads", [1, 4, 8])
+def test_programs_and_threads(programs, threads):
+    run_trace(SMALL._replace(selected=140, hot_slots=700), 146, Tuning(programs, threads, 2), steps=60)
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_corners(name):
+    sizes = CORNERS[name]
+    small = sizes.hot_slots < 1000
+    run_trace(sizes, 2, Tuning(2 if small else 4, 8, 4), steps=200 if small else 40)
+
+
+@pytest.mark.parametrize("reuse", [0.0, 1.0])
+def test_all_misses_and_all_hits(reuse):
+    run_trace(SMALL, 8, Tuning(4, 4, 4), reuse=reuse, steps=100)
+
+
+def test_context_beyond_shared_memory():
+    """2M records of context: the bitmap doesn't fit, the set of selected ids is searched instead."""
+    sizes = Sizes(2, 256, 600, 64, 64, 1 << 15)
+    assert mosaic_gpu.shared_bytes(256, 600, 1 << 21, bitmap=True) > mosaic_gpu.SHARED_BYTES
+    run_trace(sizes, 8, Tuning(2, 8, 4), fetch=False, steps=100)
+
+
+def test_without_fetch():
+    run_trace(SMALL, 0, Tuning(1, 8, 4), fetch=False)
+
+
+def test_in_place():
+    """Donated tables and hot rows keep their buffers in a loop, and nothing of their size is allocated."""
+    sizes = Sizes(4, 256, 512, 16, 16, 128)
+    rng = np.random.default_rng(0)
+    ids, ages, pages = tables(sizes, rng)
+    rows_per_space, slots, words = 4 * 128 * 16, 528, 288
+    pool = make_pool(rows_per_space, words)
+    hot = jnp.zeros((2, 4 * slots, words), jnp.uint32)
+    steps = list(trace(sizes, 10, rng))
+    selected, length = (jnp.asarray(np.stack(x)) for x in zip(*steps, strict=True))
+    base = jnp.arange(4, dtype=jnp.int32) * slots
+
+    def loop(pool, hot, ids, ages, selected, length):
+        def step(carry, x):
+            hot, ids, ages = carry
+            got, hot = mosaic_gpu.resolve(
+                *x, ids, ages, pages, jnp.int32(1), ring_slots=16, page_records=16,
+                rows=(pool, hot, base, jnp.int32(0), jnp.int32(1)), rows_per_space=rows_per_space, how=Tuning(4, 8, 4),
+            )  # fmt: skip
+            return (hot, got.slot_ids, got.recency), got.counters
+
+        return jax.lax.scan(step, (hot, ids, ages), (selected, length))
+
+    run = jax.jit(loop, donate_argnums=(1, 2, 3)).lower(pool, hot, ids, ages, selected, length).compile()
+    args = [hot, jax.device_put(ids), jax.device_put(ages)]
+    before = [x.unsafe_buffer_pointer() for x in args]
+    after, _ = run(pool, *args, selected, length)
+    assert [x.unsafe_buffer_pointer() for x in after] == before
+    memory = run.memory_analysis()
+    assert memory.temp_size_in_bytes < 1 << 19, memory
+    assert memory.host_temp_size_in_bytes == 0, memory
+    assert pool.sharding == pinned()
