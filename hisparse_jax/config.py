@@ -10,7 +10,6 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -237,10 +236,10 @@ def parse(text: str, origin: str, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def _presets() -> Any:
+def _presets() -> Path:
     """The folder of presets: package data when installed, `configs/` beside the packages in a checkout."""
-    installed = resources.files("hisparse_jax") / "configs"
-    return installed if installed.is_dir() else Path(__file__).parent.parent / "configs"
+    here = Path(__file__).parent
+    return here / "configs" if (here / "configs").is_dir() else here.parent / "configs"
 
 
 def _override(raw: dict[str, Any], override: str) -> None:
