@@ -34,7 +34,9 @@ class ModelConfig:
       file: the file inside the package.
       sha256: checksum that the file must have, if given.
       dtype: type of parameters, arithmetic and stored records.
+      published: instead of a path: the name of a published shape, which can be planned but not run.
       records: how DSA stores a record: plain in `dtype`, or quantised to 8 bits where the family has such a format.
+      index_keys: how DSA stores index keys; like records if not given.
     """
 
     path: str | None = None
@@ -42,7 +44,9 @@ class ModelConfig:
     file: str | None = None
     sha256: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    published: str | None = None
     records: Literal["plain", "fp8"] = "plain"
+    index_keys: Literal["plain", "fp8"] | None = None
 
 
 @dataclass(frozen=True)
@@ -300,8 +304,8 @@ def _did_you_mean(word: str, known: Sequence[str]) -> str:
 def _impossible(config: Config) -> Iterable[str]:
     """Combinations that can be seen to fail without the model."""
     model, selection, cache, prompt = config.model, config.selection, config.cache, config.prompt
-    if (model.path is None) == (model.package is None):
-        yield "model: give either path or package"
+    if sum(given is not None for given in (model.path, model.package, model.published)) != 1:
+        yield "model: give either path or package, or published to plan only"
     if model.package is not None and model.file is None:
         yield "model.file: missing; it names the file inside model.package"
     if isinstance(selection, QuestSelection):

@@ -52,15 +52,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DsaOptions:
-    """How a decoder stores and runs; the output depends on the stored type only.
+    """How a decoder stores and runs; the output depends on the stored types only.
 
     Attributes:
-      record: type of stored records and index keys.
+      record: type of stored records.
+      index_keys: type of stored index keys.
       prefetch: fetch followers' rows as soon as their anchor has resolved; otherwise just before they are read.
       implementation: of the kernels.
     """
 
     record: RecordType
+    index_keys: RecordType
     prefetch: bool = True
     implementation: Implementation = "auto"
 
@@ -271,7 +273,7 @@ class DsaDecoder(nnx.Module):
 
     def _index(self, requests: int, tokens: int) -> DsaIndex:
         config = self.config
-        return dsa_index(len(config.group_sizes), requests, tokens, config.index_dim, self.options.record)
+        return dsa_index(len(config.group_sizes), requests, tokens, config.index_dim, self.options.index_keys)
 
 
 def _write_keys(index: DsaIndex, anchor: Array, start: Array, keys: Array) -> DsaIndex:

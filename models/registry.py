@@ -48,7 +48,8 @@ def read_config(folder: Path) -> GqaConfig | DsaConfig:
 
 def open_folder(
     folder: Path, *, rule: QuestRule | None = None, dtype: DTypeLike = jnp.float32, records: Records = "plain",
-    prefetch: bool = True, implementation: Implementation = "auto", tokenizer: Tokenizer | None = None,
+    index_keys: Records | None = None, prefetch: bool = True, implementation: Implementation = "auto",
+    tokenizer: Tokenizer | None = None,
 ) -> Opened:  # fmt: skip
     """The model of a checkpoint folder, without its parameters.
 
@@ -56,7 +57,8 @@ def open_folder(
       folder: with `config.json` and safetensors files.
       rule: how pages are selected; for the families that decode with Quest.
       dtype: type of parameters, arithmetic and plain records.
-      records: how a DSA family stores records and index keys: as `dtype` ("plain"), or as named.
+      records: how a DSA family stores records: as `dtype` ("plain"), or as named.
+      index_keys: how it stores index keys; like records if not given.
       prefetch: see `models.dsa.DsaOptions`.
       implementation: of the kernels.
       tokenizer: passed on.
@@ -66,8 +68,8 @@ def open_folder(
     folder = Path(folder)
     config, source = read_config(folder), SafetensorsFolder(folder)
     if isinstance(config, DsaConfig):
-        record: RecordType = jnp.dtype(dtype).name if records == "plain" else records
-        options = DsaOptions(record, prefetch, implementation)
+        record, keys = (_stored_type(name, dtype) for name in (records, index_keys or records))
+        options = DsaOptions(record, keys, prefetch, implementation)
         return opened(
             config,
             lambda rngs: DsaDecoder(config, options, dtype=dtype, rngs=rngs),
@@ -76,7 +78,7 @@ def open_folder(
             ignore=(ignored(config),),
             tokenizer=tokenizer,
         )
-    if records != "plain":
+    if records != "plain" or index_keys not in (None, "plain"):
         raise UserError(f"model.records: {records} is a format of DSA families; {folder} stores keys and values")
     if rule is None:
         raise UserError(f"selection.kind: {folder} decodes with quest, it has no indexer of its own")
@@ -88,6 +90,10 @@ def open_folder(
         ignore=(r".*\.rotary_emb\.inv_freq", *(["lm_head.weight"] if config.tied_head else [])),
         tokenizer=tokenizer,
     )
+
+
+def _stored_type(name: Records, dtype: DTypeLike) -> RecordType:
+    return jnp.dtype(dtype).name if name == "plain" else name
 
 
 def _gqa_entries(config: GqaConfig) -> list[Entry]:
