@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hisparse_jax import Address, Layout, begin_step, create, end_step
+from hisparse_jax import Address, Layout, begin_step, create, end_step, entering
 from hisparse_jax.selection import QuestRule, quest_index
 from models.config import GqaConfig
 from models.gqa import QuestAttention
@@ -49,7 +49,10 @@ def generate(residency: str, steps: int = 400) -> jax.Array:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return (token, end_step(cache)), (token[0], jnp.sum(cache.counters[:, 0, 2]))
 
-    return jax.jit(lambda cache: jax.lax.scan(step, (jnp.zeros(1, jnp.int32), cache), length=steps)[1])(cache)
+    def loop(cache):
+        return jax.lax.scan(step, (jnp.zeros(1, jnp.int32), entering(cache)), length=steps)[1]
+
+    return jax.jit(loop)(cache)
 
 
 if __name__ == "__main__":

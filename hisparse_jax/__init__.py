@@ -13,7 +13,7 @@ from hisparse_jax.cache.admission import admit, release
 from hisparse_jax.cache.append import append
 from hisparse_jax.cache.backup import end_step
 from hisparse_jax.cache.layout import Address, Layout
-from hisparse_jax.cache.state import Cache, begin_step, create
+from hisparse_jax.cache.state import Cache, begin_step, create, entering
 from hisparse_jax.decode import DecodeState, Model, compile_decode, decode_step
 from hisparse_jax.engine.engine import Engine
 from hisparse_jax.engine.requests import Completion, Request
@@ -21,5 +21,5 @@ from hisparse_jax.resolve import Resolution, fetch, resolve
 
 __all__ = [
     "Address", "Cache", "Completion", "DecodeState", "Engine", "Layout", "Model", "Request", "Resolution", "admit",
-    "append", "begin_step", "compile_decode", "create", "decode_step", "end_step", "fetch", "release", "resolve",
+    "append", "begin_step", "compile_decode", "create", "decode_step", "end_step", "entering", "fetch", "release", "resolve",
 ]  # fmt: skip
