@@ -108,7 +108,8 @@ def load_parameters(
             tensor = tensor if entry.part is None else entry.part(tensor)
             values[where[stacked:]] = tensor.T if entry.transpose else tensor
             if stacked and (last is None or where[1] == last):
-                whole = _set_layer(whole, values, where[0])
+                # Waited for: `values` is filled again, and a CPU device may read it where it is.
+                whole = _set_layer(whole, values, where[0]).block_until_ready()
             done += 1
             progress(done, total)
         filled.append(whole if stacked else jax.device_put(values))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an experiment's config to its plan: sizes of published shapes, of checkpoint folders and of GGUF files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from hisparse_jax import planner
+from hisparse_jax.cache.layout import Records
+from hisparse_jax.checkpoint.gguf import GgufFile
+from hisparse_jax.config import Config, ModelConfig, QuestSelection
+from hisparse_jax.errors import UserError
+from hisparse_jax.experiment import model_file
+from hisparse_jax.planner import Machine, Plan, Settings, Sizes
+from hisparse_jax.selection import QuestRule
+from models import gguf_models, registry
+from models.config import GqaConfig
+from models.dsa_config import DsaConfig
+from models.opened import Opened
+from models.sizes import PUBLISHED, dsa_parameters, dsa_sizes, gqa_sizes
+
+_CACHE_SHARE = 0.25  # of the usable memory, left for caches when the number of devices is chosen here
+
+
+def plan_config(
+    config: Config, machine: str | Machine = "H200", *, context_tokens: int | None = None, devices: int | None = None,
+    device_bytes: int | None = None, host_bytes: int | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of an experiment. Reads headers at most; allocates nothing.
+
+    Args:
+      config: model, selection and cache; the rest plays no part.
+      machine: one of `planner.MACHINES`, in any case, or a machine.
+      context_tokens: instead of the config's; the longest the model was made for if neither is given.
+      devices: the parameters are split over this many; the fewest, doubling, that leave a quarter of the memory for
+        caches if not given.
+      device_bytes: instead of the machine's device memory.
+      host_bytes: instead of the machine's host memory.
+    Raises:
+      UserError: an unknown machine or model, or sizes that do not go together.
+    """
+    if isinstance(machine, str):
+        known = {name.lower(): one for name, one in planner.MACHINES.items()}
+        if machine.lower() not in known:
+            raise UserError(f"no machine is called {machine!r}; there are {', '.join(planner.MACHINES)}")
+        machine = known[machine.lower()]
+    machine = replace(
+        machine, device_bytes=device_bytes or machine.device_bytes, host_bytes=host_bytes or machine.host_bytes
+    )
+    sizes = model_sizes(config)
+    settings = Settings(
+        context_tokens=context_tokens or config.cache.context_tokens or sizes.max_tokens,
+        hot_slots=config.cache.hot_slots,
+        ring_slots=config.cache.ring_slots,
+        page_records=config.cache.page_records,
+    )
+    machine = replace(machine, devices=devices or _fewest_devices(sizes, machine))
+    return planner.plan(sizes, settings, machine)
+
+
+def model_sizes(config: Config) -> Sizes:
+    """What the model of a config stores.
+
+    Raises:
+      UserError: the model isn't there or isn't supported.
+    """
+    model = config.model
+    if model.published is not None:
+        if model.published not in PUBLISHED:
+            raise UserError(f"model.published: {model.published!r} is not known; known: {', '.join(PUBLISHED)}")
+        shape = PUBLISHED[model.published]
+        itemsize = jnp.dtype(model.dtype).itemsize
+        return _dsa(model.published, shape, model, dsa_parameters(shape) * itemsize)
+    path = model_file(config)
+    if path.is_dir():
+        shape = registry.read_config(path)
+        if isinstance(shape, DsaConfig):
+            opened = registry.open_folder(path, dtype=model.dtype, records=model.records)
+            return _dsa(path.name, shape, model, opened.parameter_bytes)
+        opened = registry.open_folder(path, rule=_rule(config), dtype=model.dtype)
+    else:
+        opened = gguf_models.open_gguf(GgufFile(path), _rule(config), model.dtype)
+    return _gqa(path.name, opened, config)
+
+
+def _dsa(name: str, shape: DsaConfig, model: ModelConfig, parameter_bytes: int) -> Sizes:
+    stored = [model.dtype if kind == "plain" else kind for kind in (model.records, model.index_keys or model.records)]
+    return dsa_sizes(name, shape, record=stored[0], index_keys=stored[1], parameter_bytes=parameter_bytes)
+
+
+def _gqa(name: str, opened: Opened, config: Config) -> Sizes:
+    shape = opened.config
+    if not isinstance(shape, GqaConfig):
+        raise UserError(f"{name}: a model of this kind can't be planned yet")
+    records: Records = opened.model.records(shape.max_tokens)
+    return gqa_sizes(
+        name, shape, page_tokens=records.record_tokens, selected=records.selected,
+        itemsize=jnp.dtype(config.model.dtype).itemsize, parameter_bytes=opened.parameter_bytes,
+    )  # fmt: skip
+
+
+def _rule(config: Config) -> QuestRule:
+    quest = config.selection
+    if not isinstance(quest, QuestSelection):
+        raise UserError("selection.kind: dsa is for models with an indexer of their own; expected quest")
+    return QuestRule(quest.rule, quest.budget_pages, quest.recent_pages, quest.page_tokens)
+
+
+def _fewest_devices(sizes: Sizes, machine: Machine) -> int:
+    usable, devices = machine.device_bytes * (1 - machine.reserved), 1
+    while sizes.parameter_bytes / devices > usable * (1 - _CACHE_SHARE):
+        devices *= 2
+    return devices
