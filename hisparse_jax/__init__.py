@@ -20,6 +20,7 @@ from hisparse_jax.engine.requests import Completion, Request
 from hisparse_jax.resolve import Resolution, fetch, resolve
 
 __all__ = [
-    "Address", "Cache", "Completion", "DecodeState", "Engine", "Layout", "Model", "Request", "Resolution", "admit",
-    "append", "begin_step", "compile_decode", "create", "decode_step", "end_step", "entering", "fetch", "release", "resolve",
+    "Address", "Cache", "Completion", "DecodeState", "Engine", "Layout", "Model", "Request", "Resolution",
+    "admit", "append", "begin_step", "compile_decode", "create", "decode_step", "end_step", "entering", "fetch",
+    "release", "resolve",
 ]  # fmt: skip

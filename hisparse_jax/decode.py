@@ -6,7 +6,7 @@ This file is the one place where the decode step is jitted: donation, placement 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.stages import Wrapped
 
 from hisparse_jax.cache.backup import end_step
 from hisparse_jax.cache.layout import Layout, Records
@@ -110,8 +111,8 @@ def decode_step(
 
 def compile_decode(
     model: Model, state: DecodeState, *, steps: int, stop_tokens: Sequence[int] = (), keep_logits: bool = False,
-    implementation: Implementation = "auto", compiler_options: Mapping[str, Any] | None = None,
-) -> Callable[[Params, DecodeState], tuple[DecodeState, Steps]]:  # fmt: skip
+    implementation: Implementation = "auto", compiler_options: dict[str, Any] | None = None,
+) -> Wrapped:  # fmt: skip
     """The jitted chunk of `steps` decode steps. Lengths may grow without compiling again.
 
     Args:
@@ -123,7 +124,7 @@ def compile_decode(
       implementation: of backup: "auto", "xla" or "mosaic_gpu".
       compiler_options: options for XLA.
     Returns:
-      a function of parameters and state; the state it is given is donated.
+      a jitted function of parameters and state to the new state and `Steps`; the state it is given is donated.
     """
     one = partial(
         decode_step, model, stop_tokens=tuple(stop_tokens), keep_logits=keep_logits, implementation=implementation
@@ -143,5 +144,7 @@ def place(state: DecodeState) -> DecodeState:
     return jax.device_put(state, _placements(state))
 
 
-def _placements(state: DecodeState) -> DecodeState:
-    return DecodeState(placements(state.cache), *[sharding(host=False)] * 2)
+def _placements(state: DecodeState) -> Any:
+    """The sharding of every leaf of the state."""
+    on_device = jax.tree.map(lambda _: sharding(host=False), state)
+    return replace(on_device, cache=placements(state.cache))

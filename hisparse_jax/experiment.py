@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def make_layout(config: Config, opened: Opened, residency: Residency, context_to
       UserError: sizes that do not go together.
     """
     cache, records = config.cache, opened.model.records(context_tokens)
-    per_request = -(-(-(-context_tokens // records.record_tokens)) // cache.page_records)
+    per_request = math.ceil(math.ceil(context_tokens / records.record_tokens) / cache.page_records)
     try:
         return Layout(
             residency=residency,
@@ -232,8 +233,8 @@ def check(config: Config, outcomes: list[Outcome], bitwise: bool | None) -> None
         idle = np.flatnonzero(outcome.metrics.misses_by_table() == 0)
         if idle.size:
             raise ExpectationError(
-                f"{outcome.residency}: tables {idle.tolist()} never missed, so nothing was shown: lower cache.hot_slots "
-                "or lengthen the prompt"
+                f"{outcome.residency}: tables {idle.tolist()} never missed, so nothing was shown: "
+                "lower cache.hot_slots or lengthen the prompt"
             )
         if outcome.residency == "hisparse" and outcome.fetched_bytes() == 0:
             raise ExpectationError("hisparse: nothing was read from the host pool")

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hisparse_jax.cache.layout import Budget, Layout, gib
+from hisparse_jax.cache.layout import Budget, Layout, Residency, gib
 from hisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def progress(console: Console) -> Iterator[Bars]:
         yield Bars(bars)
 
 
-def memory_table(budgets: Mapping[str, Budget], layouts: Mapping[str, Layout]) -> Table:
+def memory_table(budgets: Mapping[Residency, Budget], layouts: Mapping[Residency, Layout]) -> Table:
     """Bytes by use, one column for each residency."""
     table = Table(title="memory", title_justify="left")
     table.add_column("")

@@ -36,8 +36,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(source / "dist"), str(source)]
-    subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
     [built] = (source / "dist").glob("*.whl")
     return built
 
@@ -56,7 +56,7 @@ def test_installed_wheel_runs_from_another_folder(wheel: Path, tmp_path: Path) -
     # so the editable install of the checkout is not seen.
     [site] = (tmp_path / "env").glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    where = "import hisparse_jax, models, pallas_kernels as p; print(hisparse_jax.__file__, models.__file__, p.__file__)"
+    where = "import hisparse_jax, models, pallas_kernels as p; print(*(m.__file__ for m in (hisparse_jax, models, p)))"
     found = subprocess.run([python, "-c", where], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert all(str(site) in path for path in found.split()), found
     done = subprocess.run(

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from jax import Array
 
 Residency = Literal["full", "hisparse", "no_io"]
 
@@ -22,10 +25,10 @@ class Address(NamedTuple):
       group: its index in that hot buffer.
     """
 
-    space: int
-    table: int
+    space: int | Array
+    table: int | Array
     position: int
-    group: int
+    group: int | Array
 
 
 class Records(NamedTuple):

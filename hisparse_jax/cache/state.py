@@ -119,4 +119,5 @@ def begin_step(cache: Cache, active: Array) -> Cache:
       cache: the cache between two steps.
       active: bool `[R]`.
     """
-    return cache.replace(tokens=cache.tokens + active.astype(jnp.int32), active=active, counters=jnp.zeros_like(cache.counters))
+    tokens = cache.tokens + active.astype(jnp.int32)
+    return cache.replace(tokens=tokens, active=active, counters=jnp.zeros_like(cache.counters))

@@ -151,7 +151,7 @@ class Engine:
         request, chunk = completion.request, self._chunk
         pages = self._pages.take(self._needed(request))
         self._slots[slot] = _Slot(number, pages)
-        started, length = time.perf_counter(), len(request.prompt)
+        started, length, hidden = time.perf_counter(), len(request.prompt), None
         prompt = pad_to(request.prompt, chunk)
         for start in range(0, len(prompt), chunk):
             hidden, self._scratch = self._prefill(

@@ -36,8 +36,8 @@ class Request:
         total = len(self.prompt) + self.max_new_tokens
         if total > context_tokens:
             raise UserError(
-                f"the prompt has {len(self.prompt)} tokens and {self.max_new_tokens} new ones are asked for, {total} in "
-                f"all; the context holds {context_tokens}: shorten the prompt or lower max_new_tokens"
+                f"the prompt has {len(self.prompt)} tokens and {self.max_new_tokens} new ones are asked for, "
+                f"{total} in all; the context holds {context_tokens}: shorten the prompt or lower max_new_tokens"
             )
 
 
