@@ -34,7 +34,7 @@ LAYOUTS = {
     "one token a record, the smallest ring": layout(
         record_tokens=1, context_tokens=24, group_sizes=(1, 1), ring_slots=1, page_records=3, host_pages=22
     ),
-    "open records and a follower": layout(),
+    "open records and a follower": layout(host_pages=16),
     "K is H, a ring wider than H, two followers": layout(
         record_tokens=4, context_tokens=64, group_sizes=(3, 1), hot_slots=3, ring_slots=5, page_records=1, host_pages=30
     ),
@@ -140,7 +140,7 @@ class Lives(RuleBasedStateMachine):
         layout, requests = self.layout, self.layout.request_slots
         wants = data.draw(st.lists(st.booleans() | st.just(True), min_size=requests, max_size=requests), label="active")
         active = [
-            want and 0 < self.room[slot] and self.simulator.tokens[slot] < self.room[slot]
+            want and self.room[slot] > 0 and self.simulator.tokens[slot] < self.room[slot]
             for slot, want in enumerate(wants)
         ]
         ids = st.lists(st.integers(0, 31), max_size=layout.selected)
