@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,7 +38,8 @@ class Opened:
       abstract: its state without data.
       source: the checkpoint.
       entries: the name map.
-      ignore: tensors of the checkpoint that are no parameters.
+      ignore: regular expressions of tensors of the checkpoint that are no parameters.
+      reason: what these tensors are.
       tokenizer: its tokenizer, or None if the checkpoint has none.
     """
 
@@ -47,6 +49,7 @@ class Opened:
     source: Source
     entries: Sequence[Entry]
     ignore: Sequence[str] = field(default=())
+    reason: str = "that are no parameters"
     tokenizer: Tokenizer | None = None
 
     @property
@@ -54,6 +57,13 @@ class Opened:
         """Bytes of all parameters in the type they run in."""
         leaves = jax.tree.leaves(self.abstract)
         return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def note(self) -> str:
+        """What of the checkpoint is not read, to be shown; empty if all is."""
+        pattern = re.compile("|".join(f"(?:{one})" for one in self.ignore) or r"(?!)")
+        skipped = sum(pattern.fullmatch(name) is not None for name in self.source.shapes())
+        return f"{skipped} tensors {self.reason} are skipped" if skipped else ""
 
     def load(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Array]:
         """Flat parameters.
@@ -66,8 +76,8 @@ class Opened:
 
 def opened(
     config: ModelShape, build: Callable[[nnx.Rngs], nnx.Module], source: Source, entries: Sequence[Entry],
-    ignore: Sequence[str] = (), tokenizer: Tokenizer | None = None,
+    ignore: Sequence[str] = (), tokenizer: Tokenizer | None = None, *, reason: str = "that are no parameters",
 ) -> Opened:  # fmt: skip
     """Opens a model of a family: `build` makes its module, here without any data."""
     module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    return Opened(config, Functional(module), nnx.state(module), source, entries, ignore, tokenizer)
+    return Opened(config, Functional(module), nnx.state(module), source, entries, ignore, reason, tokenizer)

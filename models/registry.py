@@ -76,6 +76,7 @@ def open_folder(
             source,
             dsa_entries(config),
             ignore=(ignored(config),),
+            reason=f"of multi-token prediction (layer {config.layers} and above)",
             tokenizer=tokenizer,
         )
     if records != "plain" or index_keys not in (None, "plain"):
