@@ -20,6 +20,7 @@ from hisparse_jax.cache.backup import end_step
 from hisparse_jax.cache.layout import Layout, Records
 from hisparse_jax.cache.memory import sharding
 from hisparse_jax.cache.state import Cache, begin_step, entering, placements
+from hisparse_jax.sampling import Sampling, sample
 from pallas_kernels.common import Implementation
 
 Params = Any
@@ -70,11 +71,13 @@ class DecodeState:
       cache: the cache between two steps.
       token: int32 `[R]`, the token each request feeds next.
       remaining: int32 `[R]`, tokens each request may still emit; 0 for one that is done or a free slot.
+      sampling: how each request chooses its tokens.
     """
 
     cache: Cache
     token: Array
     remaining: Array
+    sampling: Sampling
 
 
 class Steps(NamedTuple):
@@ -95,18 +98,19 @@ def decode_step(
     model: Model, params: Params, state: DecodeState, *, stop_tokens: Sequence[int] = (), keep_logits: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[DecodeState, Steps]:  # fmt: skip
-    """One step: each active request feeds a token, appends its record and emits the most likely next token."""
+    """One step: each active request feeds a token, appends its record and emits the next token."""
     active = state.remaining > 0
     cache = begin_step(state.cache, active)
     logits, cache = model.decode(params, state.token, cache)
     counters = cache.counters
     with jax.named_scope("backup"):
         cache = end_step(cache, implementation)
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    with jax.named_scope("sample"):
+        token, sampling = sample(logits, state.sampling, cache.tokens, active)
     stops = jnp.isin(token, jnp.asarray(stop_tokens, jnp.int32)) if stop_tokens else jnp.zeros_like(active)
     remaining = jnp.where(active & ~stops, state.remaining - 1, 0)
     out = Steps(jnp.where(active, token, -1), counters, logits if keep_logits else None)
-    return DecodeState(cache, jnp.where(active, token, state.token), remaining), out
+    return DecodeState(cache, jnp.where(active, token, state.token), remaining, sampling), out
 
 
 def compile_decode(

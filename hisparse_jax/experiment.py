@@ -196,9 +196,9 @@ def _decode(
         tokens = bar.stage(f"{layout.residency}: decode")
         done = 0
 
-        def decoded(number: int, new: Any) -> None:
+        def decoded(number: int, token: int) -> None:
             nonlocal done
-            done += len(new)
+            done += 1
             tokens(done, request.max_new_tokens)
 
         engine = Engine(

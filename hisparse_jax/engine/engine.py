@@ -6,8 +6,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from hisparse_jax.decode import DecodeState, Model, Params, compile_decode, plac
 from hisparse_jax.engine.metrics import Metrics
 from hisparse_jax.engine.requests import Completion, Request, pad_to, pages_needed
 from hisparse_jax.errors import UserError
+from hisparse_jax.sampling import Sampling, greedy, sample, with_request
 from pallas_kernels.common import Implementation
 
 
@@ -30,11 +32,11 @@ class Events:
 
     Attributes:
       prefill: prompt tokens done and in all, of the request being admitted.
-      decode: the completion and its new tokens.
+      decode: a request's number and its new token; a true result ends the request there, as a stop token would.
     """
 
     prefill: Callable[[int, int], None] = lambda done, total: None
-    decode: Callable[[int, Sequence[int]], None] = lambda number, tokens: None
+    decode: Callable[[int, int], bool | None] = lambda number, token: None
 
 
 @dataclass
@@ -76,19 +78,18 @@ class Engine:
         self._waiting: deque[int] = deque()
         self._slots: list[_Slot | None] = [None] * layout.request_slots
         self._pages = HostPages(0 if layout.is_full else layout.host_pages)
-        nobody = jnp.zeros(layout.request_slots, jnp.int32)
-        self._state = place(DecodeState(create(layout, model.new_index(layout)), nobody, nobody))
+        nobody, sampling = jnp.zeros(layout.request_slots, jnp.int32), greedy(layout.request_slots, vocab)
+        self._state = place(DecodeState(create(layout, model.new_index(layout)), nobody, nobody, sampling))
         self._scratch = model.new_scratch(layout, prefill_chunk)
 
         started = time.perf_counter()
         cache_placed = placements(self._state.cache)
         scalar, prompt_pages = jnp.int32(0), jnp.zeros(self._state.cache.page_table.shape[1], jnp.int32)
         tokens = jnp.zeros(prefill_chunk, jnp.int32)
-        self._prefill = (
-            jax.jit(model.prefill, donate_argnums=3).lower(params, tokens, scalar, self._scratch).compile()
-        )
+        self._prefill = jax.jit(model.prefill, donate_argnums=3).lower(params, tokens, scalar, self._scratch).compile()
         hidden = jax.eval_shape(model.prefill, params, tokens, scalar, self._scratch)[0]
-        self._first = jax.jit(partial(_first_token, model)).lower(params, hidden, scalar).compile()
+        first = jax.jit(partial(_first_token, model))
+        self._first = first.lower(params, hidden, scalar, scalar, scalar, self._state.sampling).compile()
         commit = jax.jit(partial(_commit, model, implementation), donate_argnums=0, out_shardings=cache_placed)
         self._commit = commit.lower(self._state.cache, self._scratch, scalar, prompt_pages, scalar).compile()
         self._release = jax.jit(release, donate_argnums=0, out_shardings=cache_placed)
@@ -158,19 +159,19 @@ class Engine:
                 self._params, jnp.asarray(prompt[start : start + chunk]), jnp.int32(start), self._scratch
             )
             self._events.prefill(min(start + chunk, length), length)
-        logits, token = self._first(self._params, hidden, jnp.int32((length - 1) % chunk))
+        sampling = with_request(self._state.sampling, slot, request.sampling, request.prompt)
+        logits, token, sampling = self._first(
+            self._params, hidden, jnp.int32((length - 1) % chunk), jnp.int32(slot), jnp.int32(length), sampling
+        )
         table = np.full(self._state.cache.page_table.shape[1], -1, np.int32)
         table[: len(pages)] = pages
-        cache = self._commit(
-            self._state.cache, self._scratch, jnp.int32(slot), jnp.asarray(table), jnp.int32(length)
-        )
+        cache = self._commit(self._state.cache, self._scratch, jnp.int32(slot), jnp.asarray(table), jnp.int32(length))
         remaining = request.max_new_tokens - 1
         self._emit(number, [int(token)], [np.asarray(logits)] if self._keep_logits else [])
         if completion.finish is not None:
             remaining = 0
-        self._state = place(
-            DecodeState(cache, self._state.token.at[slot].set(token), self._state.remaining.at[slot].set(remaining))
-        )
+        tokens, remaining = self._state.token.at[slot].set(token), self._state.remaining.at[slot].set(remaining)
+        self._state = place(DecodeState(cache, tokens, remaining, sampling))
         self.metrics.prefill_s += time.perf_counter() - started
         self.metrics.prefill_tokens += length
 
@@ -194,13 +195,16 @@ class Engine:
 
     def _emit(self, number: int, tokens: list[int], logits: list[np.ndarray]) -> None:
         completion = self.completions[number]
-        completion.tokens += tokens
-        completion.logits += logits
-        if completion.tokens[-1] in self._stop_tokens:
-            completion.finish = "stop"
-        elif len(completion.tokens) >= completion.request.max_new_tokens:
-            completion.finish = "length"
-        self._events.decode(number, tokens)
+        for token, row in zip_longest(tokens, logits):
+            completion.tokens.append(token)
+            if row is not None:
+                completion.logits.append(row)
+            if self._events.decode(number, token) or token in self._stop_tokens:
+                completion.finish = "stop"
+            elif len(completion.tokens) >= completion.request.max_new_tokens:
+                completion.finish = "length"
+            if completion.finish is not None:
+                return
 
     def _free_finished(self) -> None:
         for slot, taken in enumerate(self._slots):
@@ -209,12 +213,19 @@ class Engine:
                 self._slots[slot] = None
                 cache = self._release(self._state.cache, jnp.int32(slot))
                 remaining = self._state.remaining.at[slot].set(0)
-                self._state = place(DecodeState(cache, self._state.token, remaining))
+                self._state = place(replace(self._state, cache=cache, remaining=remaining))
 
 
-def _first_token(model: Model, params: Params, hidden: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _first_token(
+    model: Model, params: Params, hidden: jax.Array, row: jax.Array, slot: jax.Array, length: jax.Array,
+    sampling: Sampling,
+) -> tuple[jax.Array, jax.Array, Sampling]:  # fmt: skip
+    """The token that a prompt of `length` tokens gives, chosen as the decode loop chooses."""
     logits = model.logits(params, hidden[row])
-    return logits, jnp.argmax(logits).astype(jnp.int32)
+    own = jax.tree.map(lambda setting: setting[slot][None], sampling)
+    token, own = sample(logits[None], own, length[None], jnp.ones(1, jnp.bool_))
+    sampling = jax.tree.map(lambda setting, one: setting.at[slot].set(one[0]), sampling, own)
+    return logits, token[0], sampling
 
 
 def _commit(

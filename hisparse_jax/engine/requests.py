@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into the engine and what comes out. Imports no JAX."""
+"""What goes into the engine and what comes out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from hisparse_jax.errors import UserError
+from hisparse_jax.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,12 @@ class Request:
     Attributes:
       prompt: token ids.
       max_new_tokens: tokens to generate, the first of which the prompt itself gives.
+      sampling: how its tokens are chosen; the most likely ones if not given.
     """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
 
     def check(self, vocab: int, context_tokens: int) -> None:
         """Raises UserError if a model of this vocabulary and context can't take the request."""
@@ -33,6 +36,7 @@ class Request:
             raise UserError(f"the prompt has token ids out of range 0..{vocab - 1}: {wrong[:5]}")
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        self.sampling.check(vocab)
         total = len(self.prompt) + self.max_new_tokens
         if total > context_tokens:
             raise UserError(
@@ -48,7 +52,7 @@ class Completion:
     Attributes:
       request: the request.
       tokens: generated ids.
-      finish: "length", "stop" (the last token is a stop token) or "cancelled"; None while it runs.
+      finish: "length", "stop" (the last token is a stop token, or the `decode` event said so) or "cancelled"; None while it runs.
       logits: float32 `[V]` for each generated token, where they were asked for.
     """
 

@@ -15,6 +15,7 @@ from hisparse_jax.decode import DecodeState, compile_decode, place
 from hisparse_jax.engine.engine import Engine, Events
 from hisparse_jax.engine.requests import Request, pages_needed
 from hisparse_jax.errors import UserError
+from hisparse_jax.sampling import SamplingParams, greedy
 from tests.dummy_model import SELECTED, VOCAB, IntegerModel, expected
 
 MODEL, ADDED = IntegerModel(), jnp.int32(5)
@@ -112,7 +113,7 @@ def test_cancelled_requests_keep_what_they_have_and_free_their_slot() -> None:
 def test_events_report_every_token_in_order() -> None:
     seen: dict[int, list[int]] = {}
     prefilled: list[tuple[int, int]] = []
-    events = Events(lambda *at: prefilled.append(at), lambda number, new: seen.setdefault(number, []).extend(new))
+    events = Events(lambda *at: prefilled.append(at), lambda number, token: seen.setdefault(number, []).append(token))
     run = engine(layout(), events=events)
     run.submit(Request(tuple(range(40)), 9))
     run.submit(Request((1,), 5))
@@ -147,7 +148,9 @@ def test_the_loop_compiles_once_while_lengths_grow_and_keeps_the_pool_in_place()
     sizes = layout()
     pages = jnp.arange(3 * sizes.pages_per_request, dtype=jnp.int32).reshape(3, -1)
     cache = create(sizes).replace(page_table=pages)
-    state = place(DecodeState(cache, jnp.array([1, 2, 3], jnp.int32), jnp.array([60, 20, 0], jnp.int32)))
+    state = place(
+        DecodeState(cache, jnp.array([1, 2, 3], jnp.int32), jnp.array([60, 20, 0], jnp.int32), greedy(3, VOCAB))
+    )
 
     class Counted(IntegerModel):
         decode = chex.assert_max_traces(IntegerModel.decode, n=1)
@@ -164,3 +167,34 @@ def test_the_loop_compiles_once_while_lengths_grow_and_keeps_the_pool_in_place()
     assert tokens[:, 0].tolist() == expected((1,), 60, 5)
     assert tokens[:20, 1].tolist() == expected((2,), 20, 5)
     assert (tokens[20:, 1] == -1).all() and (tokens[:, 2] == -1).all()
+
+
+def test_a_true_event_ends_a_request_at_that_token() -> None:
+    whole = expected((3, 1, 4), 30, 5)
+    heard: list[int] = []
+
+    def decode(number: int, token: int) -> bool:
+        heard.append(token)
+        return len(heard) == 6
+
+    run = engine(layout(), events=Events(decode=decode))
+    run.submit(Request((3, 1, 4), 30))
+    [done] = run.run()
+    assert (done.finish, done.tokens, heard) == ("stop", whole[:6], whole[:6])
+
+
+def test_sampled_tokens_are_the_same_in_every_residency_and_batch() -> None:
+    asked = [
+        Request(one.prompt, one.max_new_tokens, SamplingParams(temperature=1.0, top_k=20, seed=number))
+        for number, one in enumerate(requests(5, seed=4))
+    ]
+    runs = [engine(layout(residency, requests=slots)) for residency, slots in (("full", 3), ("hisparse", 3))]
+    alone = engine(layout(requests=1))
+    for run in (*runs, alone):
+        for request in asked:
+            run.submit(request)
+        run.run()
+    for number, request in enumerate(asked):
+        first = alone.completions[number].tokens
+        assert first != expected(request.prompt, request.max_new_tokens, 5)
+        assert all(run.completions[number].tokens == first for run in runs)
