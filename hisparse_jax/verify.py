@@ -8,7 +8,7 @@ and the selected units. Decode steps are fed the reference's tokens, so that eve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -18,8 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from rich.console import Console
-from rich.table import Table
 
 from hisparse_jax.cache.admission import admit
 from hisparse_jax.cache.backup import end_step
@@ -27,76 +25,20 @@ from hisparse_jax.cache.layout import Layout, Residency
 from hisparse_jax.cache.state import Cache, begin_step, create, entering, placements
 from hisparse_jax.checkpoint.safetensors import read_file, read_json
 from hisparse_jax.errors import UserError
+from hisparse_jax.records import read_rows, write_rows
 from hisparse_jax.selection import QuestRule, Selection
+from hisparse_jax.verify_report import Report, Result, as_sets, differing, show
 from models.dsa_config import DsaConfig
 from models.functional import Functional
 from models.opened import Opened
 from models.registry import Records, open_folder, read_config
 
+__all__ = ["Report", "Result", "show", "verify"]
+
 _NEEDED = ("input_ids", "decode_logits", "generated_ids")
 _CHUNK = 32  # prompt tokens of one prefill call
 _RING_SLOTS, _PAGE_RECORDS = 4, 8
 _DENSE_PAGE_TOKENS = 16
-_ROUNDING = 1e-5  # scores this close may be ordered either way by float32
-
-
-@dataclass(frozen=True)
-class Result:
-    """One case in one batch.
-
-    Attributes:
-      case: its name.
-      batch: "alone" or "together".
-      records: how records were stored.
-      logit_difference: largest difference to the reference's logits, at decode steps in both residencies and, where the
-        reference has them, over the prompt.
-      tokens_agree: decode steps and last prompt position whose most likely token is the reference's.
-      tokens: of how many.
-      selections_differ: sets of selected units that differ, less those that differ by rounding: whose units that are in
-        one set only have reference scores within 1e-5.
-      selections: how many sets were compared.
-      misses: records that had to come from the host pool.
-      bitwise: the logits and selections of both residencies are the same bits at every step.
-    """
-
-    case: str
-    batch: str
-    records: Records
-    logit_difference: float
-    tokens_agree: int
-    tokens: int
-    selections_differ: int
-    selections: int
-    misses: int
-    bitwise: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """What verify found.
-
-    Attributes:
-      folder: what was verified.
-      tolerance: largest logit difference allowed.
-      results: with records in the checkpoint's own type.
-      formats: with narrower records, if asked for. Their difference is reported and not judged.
-    """
-
-    folder: Path
-    tolerance: float
-    results: tuple[Result, ...]
-    formats: tuple[Result, ...] = ()
-
-    def passes(self, result: Result) -> bool:
-        """Whether one case is within tolerance."""
-        if result in self.formats:
-            return result.bitwise
-        exact = result.tokens_agree == result.tokens and result.selections_differ == 0 and result.bitwise
-        return exact and result.logit_difference <= self.tolerance
-
-    @property
-    def ok(self) -> bool:
-        return all(self.passes(result) for result in (*self.results, *self.formats))
 
 
 class _Case(NamedTuple):
@@ -149,34 +91,15 @@ def verify(
         if params is None:
             progress("reading the model")
             params = opened.load()
-        results += _Runner(opened, params, same_rule, "plain").results(("alone", "together"), progress)
+        runner = _Runner(opened, params, same_rule, "plain")
+        results += runner.results(("alone", "together"), progress)
     narrow = []
     for records in formats:
         opened = open_folder(folder, records=records)
-        narrow += _Runner(opened, params, cases, records).results(("together",), progress)
+        errors = {case.name: _record_error(opened, rows) for case, rows in zip(cases, runner.prompt_rows, strict=True)}
+        found = _Runner(opened, params, cases, records).results(("together",), progress)
+        narrow += [replace(result, record_error=errors[result.case]) for result in found]
     return Report(folder, tolerance, tuple(results), tuple(narrow))
-
-
-def show(report: Report, console: Console) -> None:
-    """Prints a report as a table."""
-    table = Table(
-        "case", "batch", "records", "largest logit difference", "tokens", "selections that differ", "misses",
-        "full = hisparse", "", title=f"{report.folder} (tolerance {report.tolerance:g})",
-    )  # fmt: skip
-    for result in (*report.results, *report.formats):
-        passed = report.passes(result)
-        table.add_row(
-            result.case,
-            result.batch,
-            "as the model" if result.records == "plain" else result.records,
-            f"{result.logit_difference:.2e}",
-            f"{result.tokens_agree} / {result.tokens}",
-            f"{result.selections_differ} / {result.selections}" if result.selections else "dense",
-            str(result.misses),
-            "bitwise" if result.bitwise else "[red]DIFFERENT[/red]",
-            "[green]ok[/green]" if passed else "[red]FAIL[/red]",
-        )
-    console.print(table)
 
 
 def _read_cases(folder: Path, is_dsa: bool) -> list[_Case]:
@@ -214,6 +137,7 @@ class _Runner:
         self.layouts = {residency: self._layout(residency) for residency in ("full", "hisparse")}
         self._prefill = jax.jit(partial(_prefill, self.model))
         self._admit = jax.jit(partial(_admit, self.model))
+        self.prompt_rows: list[Array | None] = []
         self._steps: dict[Residency, Callable[..., Any]] = {}
         for residency, layout in self.layouts.items():
             placed = placements(self._new_cache(layout))
@@ -227,6 +151,7 @@ class _Runner:
         for case in self.cases:
             progress(f"{case.name}: prefill")
             prefilled.append(self._prefill_case(case))
+        self.prompt_rows = [getattr(one.scratch, "rows", None) for one in prefilled]
         results = []
         for batch in batches:
             everyone = list(range(len(self.cases)))
@@ -298,7 +223,7 @@ class _Runner:
         pairs = [(run, tensors["decode_logits"]) for run in (logits, other)]
         if "prefill_logits" in tensors:
             pairs.append((prefilled.logits, tensors["prefill_logits"]))
-        difference = max(float(np.abs(got - want).max()) for got, want in pairs)
+        difference = float(np.max([np.abs(got - want).max() for got, want in pairs]))  # NaN stays NaN
         tokens = np.argmax(np.concatenate([prefilled.logits[-1:], other]), axis=-1)
         differ, compared = _compare_selections(tensors, prefilled.ids, other_selected)
         return Result(
@@ -342,6 +267,18 @@ def _forced_steps(
     return lax.scan(one, entering(cache), (tokens, active))
 
 
+def _record_error(opened: Opened, rows: Array | None) -> float:
+    """Relative error of float32 records when they are stored as this model does."""
+    config = opened.config
+    if rows is None or not isinstance(config, DsaConfig):
+        return 0.0
+    exact = read_rows(rows, config.row_format("float32"))[..., : config.latent]
+    row = opened.model.module().options.record
+    stored = write_rows(exact, jnp.zeros((*exact.shape[:-1], config.rope)), config.row_format(row))
+    error = read_rows(stored, config.row_format(row))[..., : config.latent].astype(jnp.float32) - exact
+    return float(jnp.sqrt(jnp.sum(error**2) / jnp.sum(exact**2)))
+
+
 def _of_request(selected: Selection, steps: int, number: int) -> Selection:
     return jax.tree.map(lambda leaf: leaf[:steps, :, number], selected)
 
@@ -357,13 +294,13 @@ def _compare_selections(
     ours, theirs, scores = [], [], []
     if "topk_decode" in tensors:
         units = tensors["index_scores_decode"].shape[-1]
-        ours.append(_as_sets(decoded.ids, units))
-        theirs.append(_as_sets(tensors["topk_decode"], units))
+        ours.append(as_sets(decoded.ids, units))
+        theirs.append(as_sets(tensors["topk_decode"], units))
         scores.append(tensors["index_scores_decode"])
     if "topk_prefill" in tensors and prefill_ids is not None:
         units = tensors["index_scores_prefill"].shape[-1]
-        ours.append(_as_sets(prefill_ids, units))
-        theirs.append(_as_sets(tensors["topk_prefill"], units))
+        ours.append(as_sets(prefill_ids, units))
+        theirs.append(as_sets(tensors["topk_prefill"], units))
         scores.append(tensors["index_scores_prefill"])
     if "pages_selected" in tensors:
         want = tensors["pages_selected"].astype(bool)  # [steps, layers, 1 or heads, pages]
@@ -371,26 +308,8 @@ def _compare_selections(
         if decoded.head_mask is not None:
             heads = decoded.head_mask.reshape(*decoded.ids.shape[:2], want.shape[2], -1)
             ids = np.where(heads, ids, -1)
-        ours.append(_as_sets(ids, want.shape[-1]))
+        ours.append(as_sets(ids, want.shape[-1]))
         theirs.append(want)
         scores.append(tensors["page_scores"])
-    counts = [_differing(*item) for item in zip(ours, theirs, scores, strict=True)]
+    counts = [differing(*item) for item in zip(ours, theirs, scores, strict=True)]
     return sum(count for count, _ in counts), sum(count for _, count in counts)
-
-
-def _as_sets(ids: np.ndarray, units: int) -> np.ndarray:
-    """Ids `[..., K]`, -1 padded, as bool `[..., units]`."""
-    sets = np.zeros((*ids.shape[:-1], units + 1), bool)
-    np.put_along_axis(sets, np.where(ids >= 0, ids, units).astype(np.int64), True, axis=-1)
-    return sets[..., :units]
-
-
-def _differing(ours: np.ndarray, theirs: np.ndarray, scores: np.ndarray) -> tuple[int, int]:
-    odd = ours != theirs
-    border = np.where(odd, scores, np.nan)
-    count = 0
-    for row in border[odd.any(axis=-1)]:
-        values = row[np.isfinite(row)]
-        balanced = len(values) >= 2 and values.max() - values.min() < _ROUNDING
-        count += not balanced
-    return count, int(np.prod(ours.shape[:-1]))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verify found: sets of units compared, results, and a table of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+_ROUNDING = 1e-5  # scores this close may be ordered either way by float32
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case in one batch.
+
+    Attributes:
+      case: its name.
+      batch: "alone" or "together".
+      records: how records were stored.
+      logit_difference: largest difference to the reference's logits, at decode steps in both residencies and, where the
+        reference has them, over the prompt.
+      tokens_agree: decode steps and last prompt position whose most likely token is the reference's.
+      tokens: of how many.
+      selections_differ: sets of selected units that differ, less those that differ by rounding: whose units that are in
+        one set only have reference scores within 1e-5.
+      selections: how many sets were compared.
+      misses: records that had to come from the host pool.
+      bitwise: the logits and selections of both residencies are the same bits at every step.
+      record_error: root mean square error of the stored latents of the prompt, relative to the latents; 0 for "plain".
+    """
+
+    case: str
+    batch: str
+    records: str
+    logit_difference: float
+    tokens_agree: int
+    tokens: int
+    selections_differ: int
+    selections: int
+    misses: int
+    bitwise: bool
+    record_error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What verify found.
+
+    Attributes:
+      folder: what was verified.
+      tolerance: largest logit difference allowed.
+      results: with records in the checkpoint's own type.
+      formats: with narrower records, if asked for. Their error is reported and not judged: once a selection differs,
+        a model of random weights goes its own way.
+    """
+
+    folder: Path
+    tolerance: float
+    results: tuple[Result, ...]
+    formats: tuple[Result, ...] = ()
+
+    def passes(self, result: Result) -> bool:
+        """Whether one case is within tolerance."""
+        if result in self.formats:
+            return result.bitwise
+        exact = result.tokens_agree == result.tokens and result.selections_differ == 0 and result.bitwise
+        return exact and result.logit_difference <= self.tolerance
+
+    @property
+    def ok(self) -> bool:
+        return all(self.passes(result) for result in (*self.results, *self.formats))
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints a report as a table."""
+    table = Table(
+        "case", "batch", "records", "largest logit difference", "tokens", "selections that differ", "misses",
+        "full = hisparse", "record error", "", title=f"{report.folder} (tolerance {report.tolerance:g})",
+    )  # fmt: skip
+    for result in (*report.results, *report.formats):
+        passed = report.passes(result)
+        table.add_row(
+            result.case,
+            result.batch,
+            "as the model" if result.records == "plain" else result.records,
+            f"{result.logit_difference:.2e}",
+            f"{result.tokens_agree} / {result.tokens}",
+            f"{result.selections_differ} / {result.selections}" if result.selections else "dense",
+            str(result.misses),
+            "bitwise" if result.bitwise else "[red]DIFFERENT[/red]",
+            f"{result.record_error:.2%}" if result.record_error else "",
+            "[green]ok[/green]" if passed else "[red]FAIL[/red]",
+        )
+    console.print(table)
+
+
+def as_sets(ids: np.ndarray, units: int) -> np.ndarray:
+    """Ids `[..., K]`, -1 padded, as bool `[..., units]`."""
+    sets = np.zeros((*ids.shape[:-1], units + 1), bool)
+    np.put_along_axis(sets, np.where(ids >= 0, ids, units).astype(np.int64), True, axis=-1)
+    return sets[..., :units]
+
+
+def differing(ours: np.ndarray, theirs: np.ndarray, scores: np.ndarray) -> tuple[int, int]:
+    """How many sets, bool `[..., units]`, differ by more than rounding of `scores`, and how many there are."""
+    odd = ours != theirs
+    border = np.where(odd, scores, np.nan)
+    count = 0
+    for row in border[odd.any(axis=-1)]:
+        values = row[np.isfinite(row)]
+        balanced = len(values) >= 2 and values.max() - values.min() < _ROUNDING
+        count += not balanced
+    return count, int(np.prod(ours.shape[:-1]))
