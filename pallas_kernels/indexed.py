@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax._src import config as _config
@@ -395,29 +394,33 @@ def popcount(values: Array) -> Array:
     return emit(values)[0]
 
 
-def search_rank(ascending: Any, ids: Array) -> Array:
-    """Place of each id in a sorted int32 `[K]` ref, -1 if it isn't there: `bitmap_rank` for sets that are too wide."""
+def search_last(ascending: Any, ids: Array) -> Array:
+    """Last place of a sorted int32 `[K]` ref that is not above each id, -1 if there is none."""
     (size,) = ascending.shape
     if interpreting():
-        place = jnp.searchsorted(ascending[...], ids).astype(jnp.int32)
-        return jnp.where((ids >= 0) & (ascending[...][jnp.minimum(place, size - 1)] == ids), place, -1)
+        return jnp.searchsorted(ascending[...], ids, side="right").astype(jnp.int32) - 1
     (n,) = ids.shape
 
     @_emit((_REF, spread(n)), n)
     def emit(ctx: Any, ascending: Any, ids: Any) -> Any:
         def search(i: Any) -> Any:
             place, step = _c(0), 1 << (size.bit_length() - 1)
-            while step:  # place = how many are smaller
+            while step:  # place = how many are not above
                 probe = arith.addi(place, _c(step))
                 value = _load(ascending, arith.subi(arith.minsi(probe, _c(size)), _c(1)))
-                further = arith.andi(_compare("sle", probe, _c(size)), _compare("slt", value, i))
+                further = arith.andi(_compare("sle", probe, _c(size)), _compare("sle", value, i))
                 place, step = arith.select(further, probe, place), step // 2
-            found = _compare("eq", _load(ascending, arith.minsi(place, _c(size - 1))), i)
-            return arith.select(arith.andi(found, _compare("sge", i, _c(0))), place, _c(-1))
+            return arith.subi(place, _c(1))
 
         return (_replace(ids, [search(i) for i in _elements(ids)]),)
 
     return emit(ascending, ids)[0]
+
+
+def search_rank(ascending: Any, ids: Array) -> Array:
+    """Place of each id in a sorted int32 `[K]` ref, -1 if it isn't there: `bitmap_rank` for sets that are too wide."""
+    place = search_last(ascending, ids)
+    return jnp.where((ids >= 0) & (gather(ascending, place) == ids), place, -1)
 
 
 # Words: rows ---------------------------------------------------------------------------------------------------------
@@ -438,9 +441,9 @@ def copy_unsupported(words: int, rows: int) -> str | None:
 
 
 def copy_rows(
-    source: Any, target: Any, source_row: Any, target_row: Any, rows: Array, worker: Array, workers: int, *,
-    threads: int, aligned: str, source_offset: Array | int = 0, target_offset: Array | int = 0, in_flight: int = 4,
-    starts: Any = None, base: Any = None,
+    source: Any, target: Any, source_row: Any, target_row: Any, rows: Array, worker: Array | int = 0, workers: int = 1,
+    *, threads: int, aligned: str, source_offset: Array | int = 0, target_offset: Array | int = 0, in_flight: int = 4,
+    copiers: int = 0,
 ) -> None:  # fmt: skip
     """Copies rows of uint32 words, shared out over `workers` programs: `target[target_row[m]] = source[source_row[m]]`.
 
@@ -453,21 +456,21 @@ def copy_rows(
       rows: scalar, how many; worker: scalar, number of this program among the workers.
       aligned: "source" or "target", the side that is behind the link.
       source_offset, target_offset: scalars added to the rows.
-      starts, base: int32 `[R]`: the rows lie in R lists, `source_row` and `target_row` are `[R, N]`, list r begins at
-        row `starts[r]` of the count and goes to `base[r] + target_row`.
+      copiers: how many of the threads copy; 0: all. Fewer keep rows that are on their way closer together.
     """
     words = source.shape[-1]
     if interpreting():
-        _copy_rows_twin(source, target, source_row, target_row, rows, worker, workers, source_offset, target_offset, starts, base)
+        offsets = source_offset, target_offset
+        _copy_rows_twin(source, target, source_row, target_row, rows, worker, workers, *offsets)
         return
-    refs = [r for r in (source, target, source_row, target_row, starts, base) if r is not None]
+    refs = [r for r in (source, target, source_row, target_row) if r is not None]
     scalars = [jnp.asarray(s, jnp.int32) for s in (rows, worker, source_offset, target_offset)]
 
     @_emit((*[_REF] * len(refs), *[_SCALAR] * 4))
     def emit(ctx: Any, *args: Any) -> None:
         given = iter(args[: len(refs)])
-        source_, target_, source_row_, target_row_, starts_, base_ = (
-            next(given) if r is not None else None for r in (source, target, source_row, target_row, starts, base)
+        source_, target_, source_row_, target_row_ = (
+            next(given) if r is not None else None for r in (source, target, source_row, target_row)
         )
         rows_, worker_, source_offset_, target_offset_ = (s.registers.item() for s in args[len(refs) :])
         vector = 4 if words % 4 == 0 else 2
@@ -475,27 +478,18 @@ def copy_rows(
         straight = words % (LINE_BYTES // 4) == 0
         items = arith.muli(rows_, _c(lines * group))
         last = arith.subi(rows_, _c(1))
-        step = workers * threads * LANES
-        begin = arith.addi(arith.muli(worker_, _c(threads * LANES)), _block_lane())
+        lanes = (copiers or threads) * LANES
+        step = workers * lanes
+        begin = arith.addi(arith.muli(worker_, _c(lanes)), _block_lane())
+        begin = arith.select(_compare("slt", _block_lane(), _c(lanes)), begin, items)
 
         def locate(m: Any) -> tuple[Any, Any]:
             """Source and target row of row m of the count."""
             m = arith.minsi(m, last)
-            if starts_ is None:
-                from_row = m if source_row_ is None else _load(source_row_, m)
-                to_row, offset = m if target_row_ is None else _load(target_row_, m), target_offset_
-            else:
-                (lists,) = ir.MemRefType(starts_.type).shape
-                r, jump = _c(0), 1 << max(lists.bit_length() - 1, 0)
-                while jump:
-                    probe = arith.addi(r, _c(jump))
-                    value = _load(starts_, arith.minsi(probe, _c(lists - 1)))
-                    further = arith.andi(_compare("slt", probe, _c(lists)), _compare("sle", value, m))
-                    r, jump = arith.select(further, probe, r), jump // 2
-                j = arith.subi(m, _load(starts_, r))
-                from_row, to_row, offset = _load(source_row_, r, j), _load(target_row_, r, j), _load(base_, r)
+            from_row = m if source_row_ is None else _load(source_row_, m)
+            to_row = m if target_row_ is None else _load(target_row_, m)
             skip = _compare("slt", to_row, _c(0))
-            return arith.addi(from_row, source_offset_), arith.addi(to_row, offset), skip
+            return arith.addi(from_row, source_offset_), arith.addi(to_row, target_offset_), skip
 
         def address(ref: Any, row: Any, word: Any) -> Any:
             i64 = ir.IntegerType.get_signless(64)  # a pool may have more than 2^31 words
@@ -538,8 +532,8 @@ def copy_rows(
 
 
 def _copy_rows_twin(
-    source: Any, target: Any, source_row: Any, target_row: Any, rows: Array, worker: Array, workers: int,
-    source_offset: Array | int, target_offset: Array | int, starts: Any, base: Any,
+    source: Any, target: Any, source_row: Any, target_row: Any, rows: Array, worker: Array | int, workers: int,
+    source_offset: Array | int, target_offset: Array | int,
 ) -> None:  # fmt: skip
     """Row by row, so that two programs that touch one row are a race the interpreter sees."""
 
@@ -548,18 +542,12 @@ def _copy_rows_twin(
 
         @pl.when(m < rows)
         def _() -> None:
-            if starts is None:
-                from_row = m if source_row is None else source_row[m]
-                to_row, offset = m if target_row is None else target_row[m], target_offset
-            else:
-                r = jnp.sum(starts[...] <= m, dtype=jnp.int32) - 1
-                j = m - starts[r]
-                from_row, to_row, offset = source_row[r, j], target_row[r, j], base[r]
+            from_row = m if source_row is None else source_row[m].astype(jnp.int32)
+            to_row = m if target_row is None else target_row[m].astype(jnp.int32)
 
             @pl.when(to_row >= 0)
             def _() -> None:
-                to, of = to_row.astype(jnp.int32) + offset, from_row.astype(jnp.int32) + source_offset
-                target.at[to][...] = source.at[of][...]
+                target.at[to_row + target_offset][...] = source.at[from_row + source_offset][...]
 
     lax.fori_loop(0, (rows + workers - 1) // workers, one, None)
 

@@ -18,7 +18,7 @@ from pallas_kernels.common import HOST
 
 def backup(pool: Array, rows: Array, host_row: Array, *, how: Tuning | None = None) -> Array:
     """See `pallas_kernels.backup.backup`."""
-    how = how or tuning(pool.shape[1] * 4, rows.shape[0])
+    how = how or tuning()
 
     def backup_kernel(rows_ref: Any, host_row_ref: Any, pool_ref: Any) -> None:
         program = lax.axis_index("program")

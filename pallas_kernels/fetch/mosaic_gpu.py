@@ -2,7 +2,8 @@
 """Fetch as a Mosaic GPU kernel: a small persistent grid that replays a plan.
 
 1. every program sums the counts of the requests, so that it knows where each request's rows begin in the whole list;
-2. lines of rows are dealt out in turn over all lanes of all programs.
+2. program p takes the rows m = p modulo the grid, so many at a time that their list fits in shared memory;
+3. the lanes of the program copy the lines of the listed rows, in address order where the pool is wide.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import indexed
 from pallas_kernels.fetch.tuning import Tuning, tuning
+from pallas_kernels.program import Lists, Program, in_address_order
 from pallas_kernels.resolve.types import Plan
+
+ROWS_OF_A_LANE = 2  # in one list
 
 
 def fetch(
@@ -24,35 +28,57 @@ def fetch(
     how: Tuning | None = None,
 ) -> Array:  # fmt: skip
     """See `pallas_kernels.fetch.fetch`."""
-    requests, _ = plan.host_row.shape
-    how = how or tuning(pool.shape[1] * 4, requests)
-    lanes = how.threads * indexed.LANES
-    per_lane = -(-requests // lanes)
+    requests, width = plan.host_row.shape
+    how = how or tuning(rows_per_space * pool.shape[1] * 4)
+    programs, listed = how.programs, ROWS_OF_A_LANE * how.threads * indexed.LANES
 
     def fetch_kernel(
         host_row_ref: Any, slot_ref: Any, count_ref: Any, base_ref: Any, space_ref: Any, group_ref: Any, pool_ref: Any,
-        hot_ref: Any, starts: Any, scratch: Any,
+        hot_ref: Any, starts: Any, *scratch: Any,
     ) -> None:  # fmt: skip
-        program, thread = lax.axis_index("program"), lax.axis_index("thread")
-        n = per_lane * indexed.LANES
-        request = thread * n + indexed.positions(n)
-        request = jnp.where(request < requests, request, -1)
-        start, rows = indexed.prefix_sum(scratch, indexed.gather(count_ref, request, 0), threads=how.threads)
-        indexed.scatter(starts, request, start)
-        indexed.barrier()
-        indexed.copy_rows(
-            pool_ref, hot_ref.at[group_ref[0]], host_row_ref, slot_ref, rows, program, how.programs,
-            threads=how.threads, aligned="source", source_offset=space_ref[0] * rows_per_space,
-            in_flight=how.in_flight, starts=starts, base=base_ref,
-        )  # fmt: skip
+        number, program = lax.axis_index("program"), Program(how.threads, lax.axis_index("thread"))
+        lists = Lists(*scratch)
+
+        def sum_counts(chunk: Any, before: Array) -> Array:
+            request = program.places(requests, chunk)
+            count = indexed.gather(count_ref, request, 0)
+            start, total = indexed.prefix_sum(lists.scratch, count, threads=how.threads)
+            indexed.scatter(starts, request, before + start)
+            indexed.barrier()
+            return before + total
+
+        rows = program.rounds(requests, sum_counts, jnp.int32(0))
+        share = lax.div(rows - number + (programs - 1), jnp.int32(programs))
+
+        def copy(turn: Array, _: Array) -> Array:
+            def row_at(at: Array) -> tuple[Array, Array]:
+                at = turn * listed + at
+                m = jnp.where((at >= turn * listed) & (at < share), at * programs + number, -1)
+                request = indexed.search_last(starts, m)
+                place = request * width + m - indexed.gather(starts, request, 0)
+                place = jnp.where(m >= 0, place, -1)
+                slot = indexed.gather(slot_ref, place)
+                return indexed.gather(host_row_ref, place), slot + indexed.gather(base_ref, request, 0)
+
+            in_address_order(program, lists, listed, row_at, buckets=how.buckets, rows_per_space=rows_per_space)
+            indexed.copy_rows(
+                pool_ref, hot_ref.at[group_ref[0]], lists.from_rows, lists.to_rows,
+                jnp.minimum(share - turn * listed, listed), threads=how.threads, aligned="source",
+                source_offset=space_ref[0] * rows_per_space, in_flight=how.in_flight,
+            )  # fmt: skip
+            indexed.barrier()
+            return _
+
+        lax.fori_loop(0, lax.div(share + (listed - 1), jnp.int32(listed)), copy, jnp.int32(0))
 
     run = plgpu.kernel(
-        fetch_kernel, out_type=(), grid=(how.programs,), grid_names=("program",), num_threads=how.threads,
+        fetch_kernel, out_type=(), grid=(programs,), grid_names=("program",), num_threads=how.threads,
         thread_name="thread",
-        scratch_types=[plgpu.SMEM((requests,), jnp.int32), plgpu.SMEM((indexed.MAX_WARPS,), jnp.int32)],
+        scratch_types=[plgpu.SMEM((requests,), jnp.int32), *Lists.types(listed, how.buckets)],
     )  # fmt: skip
     hot_ref = jax.new_ref(hot_rows)
-    run(plan.host_row, plan.slot, plan.count, base, space.reshape(1), group.reshape(1), pool, hot_ref)
+    flat = plan.host_row.reshape(-1), plan.slot.reshape(-1), plan.count
+    run(*flat, base, space.reshape(1), group.reshape(1), pool, hot_ref)
     return jax.freeze(hot_ref)
 
 

@@ -1,8 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
+"""How the fetch kernel is launched; measured choices come from `pallas_kernels/tuned`."""
+
+from __future__ import annotations
+
 from typing import NamedTuple
+
+from pallas_kernels.common import tuned
+
+
 class Tuning(NamedTuple):
+    """Launch of fetch.
+
+    Attributes:
+      programs: persistent grid. A small one leaves the multiprocessors to what runs beside it.
+      threads: warpgroups of a program, at most 8.
+      in_flight: loads of 16 bytes a lane has under way.
+      buckets: of host rows, to fetch in address order; 0: in the order of the plan.
+    """
+
     programs: int = 16
-    threads: int = 4
+    threads: int = 8
     in_flight: int = 4
-def tuning(row_bytes, n):
+    buckets: int = 0
+
+
+def tuning(span_bytes: int) -> Tuning:
+    """The launch for rows that lie in a space of so many bytes."""
+    for choice in tuned("fetch"):
+        if span_bytes <= choice["span_bytes_at_most"]:
+            return Tuning(**choice["how"])
     return Tuning()

@@ -27,18 +27,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import indexed
+from pallas_kernels.program import Lists, Program, in_address_order
 from pallas_kernels.resolve.tuning import Tuning, tuning
 from pallas_kernels.resolve.types import Plan, Resolved
 
 SHARED_BYTES = 220 * 1024  # of the 227 KiB a program can have
-MAX_PER_LANE = 4
 _NEVER = jnp.iinfo(jnp.int32).max
 
 
 def shared_bytes(selected: int, hot_slots: int, context: int, *, bitmap: bool) -> int:
     """Shared memory of a program: order, slot and host row of each selected id (twice), and the set of selected ids."""
     ids = -(-context // 32) * 6 if bitmap else selected * 4
-    return 2 * hot_slots + 12 * selected + ids + 8 * 1024
+    return 2 * hot_slots + 14 * selected + ids + 8 * 1024
 
 
 def unsupported(selected: int, hot_slots: int, context: int, words: int = 0) -> str | None:
@@ -63,52 +63,32 @@ def resolve(
     """
     (requests, width), (_, _, hot_slots) = selected.shape, slot_ids.shape
     context = page_table.shape[1] * page_records
-    how = how or tuning(4 * rows[0].shape[1] if rows else 0, requests)
+    how = how or tuning(requests, 4 * rows[0].shape[1] * rows_per_space if rows else 0)
     how = how if rows else how._replace(buckets=0)
     programs, threads = how.programs, how.threads
     by_bitmap = shared_bytes(width, hot_slots, context, bitmap=True) <= SHARED_BYTES
     bitmap_words = -(-context // 32)
-
-    def chunks(total: int) -> tuple[int, int]:
-        """Elements per thread and number of rounds that cover `total` elements."""
-        lanes = threads * indexed.LANES
-        per_lane = 1
-        while per_lane < MAX_PER_LANE and per_lane * lanes < total:
-            per_lane *= 2
-        return per_lane * indexed.LANES, -(-total // (per_lane * lanes))
-
-    wait_late = chunks(width)[1] == 1  # just before the tables are written, or before a loop that writes them
 
     def resolve_kernel(*refs: Any) -> None:
         rows_refs, refs = (refs[:5], refs[5:]) if rows else (None, refs)
         (selected_ref, length_ref, pages_ref, table_ref, ids_ref, ages_ref, slots_ref, host_row_ref, slot_ref, count_ref,
          counters_ref, order, slot_of_place, host_rows, words, first, scratch, *sweep) = refs  # fmt: skip
         request, thread = lax.axis_index("request"), lax.axis_index("thread")
-        program = lax.axis_index("program") if programs > 1 else jnp.int32(0)
+        number = lax.axis_index("program") if programs > 1 else jnp.int32(0)
+        program = Program(threads, thread)
+        places, rounds = program.places, program.rounds
+        wait_late = program.one_round(width)  # just before the tables are written, or before a loop that writes them
         ids_ref, ages_ref = (r.at[table_ref[0], request] for r in (ids_ref, ages_ref))
         selected_ref, pages_ref = selected_ref.at[request], pages_ref.at[request]
         slots_ref, host_row_ref, slot_ref = (r.at[request] for r in (slots_ref, host_row_ref, slot_ref))
         length = length_ref[request]
-
-        def places(total: int, chunk: Any) -> Array:
-            """Which of `total` elements the lanes of this thread hold, -1 past the end."""
-            n, _ = chunks(total)
-            at = (chunk * threads + thread) * n + indexed.positions(n)
-            return jnp.where(at < total, at, -1)
-
-        def rounds(total: int, step: Any, carry: Any) -> Any:
-            """carry = step(chunk, carry) over all chunks; scratch rows alternate so that one barrier a step is enough."""
-            n, steps = chunks(total)
-            if steps == 1:
-                return step(0, carry)
-            return lax.fori_loop(0, steps, step, carry)
 
         def scratch_of(chunk: Any) -> Any:
             return scratch.at[chunk % 2] if not isinstance(chunk, int) else scratch.at[chunk]
 
         def publisher(i: int) -> Any:
             """The i-th of the things to publish is done by this program."""
-            return program == i % programs
+            return number == i % programs
 
         # Short and inactive requests: no search -----------------------------------------------------------------------
         def short() -> None:
@@ -146,8 +126,8 @@ def resolve(
             return at, ids, page * page_records + lax.rem(known, jnp.int32(page_records))
 
         # What one round covers is loaded at once, before anything waits for the length.
-        tables = old_tables(0) if chunks(hot_slots)[1] == 1 else None
-        picked = selection(0) if chunks(width)[1] == 1 else None
+        tables = old_tables(0) if program.one_round(hot_slots) else None
+        picked = selection(0) if program.one_round(width) else None
 
         def select(chunk: Any, _: Any) -> Any:
             at, ids, _row = picked or selection(chunk)
@@ -214,42 +194,24 @@ def resolve(
 
             return one
 
-        def in_address_order(misses: Array) -> tuple[Any, Any]:
-            """The plan, sorted by bucket of host rows: a histogram, its prefix sum, and places taken from it."""
-            from_rows, to_slots, counts = sweep
-            bucket_rows = -(-rows_per_space // how.buckets)
-
-            def missed(chunk: Any) -> tuple[Array, Array, Array]:
-                at = places(width, chunk)
-                at = jnp.where(at < misses, at, -1)
-                row = indexed.gather(host_rows, at)
-                return at, row, jnp.where(row >= 0, lax.div(jnp.maximum(row, 0), jnp.int32(bucket_rows)), -1)
-
-            def count(chunk: Any, _: Any) -> Any:
-                indexed.take(counts, missed(chunk)[2])
-                return _
-
-            def deal(chunk: Any, _: Any) -> Any:
-                at, row, bucket = missed(chunk)
-                turn = indexed.take(counts, bucket)
-                indexed.scatter(from_rows, turn, row)
-                indexed.scatter(to_slots, turn, indexed.gather(order, at))
-                return _
-
-            rounds(width, count, jnp.int32(0))
-            indexed.barrier()
-            bucket = thread * indexed.LANES + indexed.positions(indexed.LANES)
-            bucket = jnp.where(bucket < how.buckets, bucket, -1)
-            start, _ = indexed.prefix_sum(scratch.at[0], indexed.gather(counts, bucket, 0), threads=threads)
-            indexed.scatter(counts, bucket, start)
-            indexed.barrier()
-            rounds(width, deal, jnp.int32(0))
-            indexed.barrier()
-            return from_rows, to_slots
+        def fetch(misses: Array) -> None:
+            pool_ref, hot_ref, base_ref, space_ref, group_ref = rows_refs
+            plan = host_rows, order, misses, number, programs
+            if how.buckets:
+                lists, most = Lists(*sweep), -(-width // programs)
+                row_at = lambda at: tuple(indexed.gather(x, share_of(at)) for x in (host_rows, order))
+                share_of = lambda at: jnp.where((at >= 0) & (at * programs + number < misses), at * programs + number, -1)
+                in_address_order(
+                    program, lists, most, row_at, buckets=how.buckets, rows_per_space=rows_per_space
+                )
+                plan = lists.from_rows, lists.to_rows, lax.div(misses - number + (programs - 1), jnp.int32(programs))
+            indexed.copy_rows(
+                pool_ref, hot_ref.at[group_ref[0]], *plan, threads=threads, aligned="source",
+                source_offset=space_ref[0] * rows_per_space, target_offset=base_ref[request], in_flight=how.in_flight,
+                copiers=how.copiers,
+            )  # fmt: skip
 
         def long() -> None:
-            if how.buckets:
-                indexed.fill(sweep[2], 0, threads)
             if by_bitmap:
                 indexed.fill(words, 0, threads)
             indexed.fill(slot_of_place, -1, threads)
@@ -276,13 +238,7 @@ def resolve(
                 publish_counters(active - misses, ring_hits, misses)
 
             if rows_refs is not None:
-                pool_ref, hot_ref, base_ref, space_ref, group_ref = rows_refs
-                from_rows, to_slots = in_address_order(misses) if how.buckets else (host_rows, order)
-                indexed.copy_rows(
-                    pool_ref, hot_ref.at[group_ref[0]], from_rows, to_slots, misses, program, programs, threads=threads,
-                    aligned="source", source_offset=space_ref[0] * rows_per_space, target_offset=base_ref[request],
-                    in_flight=how.in_flight,
-                )  # fmt: skip
+                fetch(misses)
 
         @pl.when(length <= hot_slots)
         def _() -> None:
@@ -308,7 +264,7 @@ def resolve(
         plgpu.SMEM((2, 3 * indexed.MAX_WARPS), jnp.int32),
     ]
     if how.buckets:
-        scratch_types += [plgpu.SMEM((width,), jnp.int32), plgpu.SMEM((width,), jnp.int16), plgpu.SMEM((how.buckets,), jnp.int32)]
+        scratch_types += Lists.types(-(-width // programs), how.buckets)
     cluster = {"cluster": (programs,), "cluster_names": ("program",)} if programs > 1 else {}
     run = plgpu.kernel(
         resolve_kernel, out_type=out_type, grid=(requests,), grid_names=("request",), num_threads=threads, thread_name="thread",

@@ -68,8 +68,8 @@ def test_resolve_and_fetch(selected, hot_slots, buckets):
         state, seen = (got.slot_ids, got.recency), seen + 1
 
 
-@pytest.mark.parametrize("programs", [1, 3])
-def test_fetch(programs):
+@pytest.mark.parametrize("programs, buckets", [(1, 0), (3, 0), (3, 4)])
+def test_fetch(programs, buckets):
     counts, width, words = [2, 0, 4], 4, 6
     rng = np.random.default_rng(0)
     host_row = np.stack([rng.permutation(20)[:width] for _ in counts]).astype(np.int32)
@@ -82,7 +82,7 @@ def test_fetch(programs):
     got = jax.jit(
         lambda pool, hot: fetch_kernel.fetch(
             pool, hot, plan, jnp.arange(3, dtype=jnp.int32) * 5, jnp.int32(1), jnp.int32(1), rows_per_space=20,
-            how=FetchTuning(programs, 1, 2),
+            how=FetchTuning(programs, 1, 2, buckets),
         )
     )(pool, jnp.zeros_like(want))  # fmt: skip
     same(got, want, "hot rows")

@@ -15,6 +15,8 @@ from pallas_kernels.backup import arg_specs as backup_specs
 from pallas_kernels.backup import backup
 from pallas_kernels.fetch import arg_specs as fetch_specs
 from pallas_kernels.fetch import fetch
+from pallas_kernels.fetch import mosaic_gpu as fetch_kernel
+from pallas_kernels.fetch.tuning import Tuning as FetchTuning
 from pallas_kernels.resolve import arg_specs as resolve_specs
 from pallas_kernels.resolve import mosaic_gpu, resolve, resolve_and_fetch
 from pallas_kernels.resolve.tuning import Tuning
@@ -82,7 +84,7 @@ def test_no_operand_of_an_emitted_word_is_one_value(buckets, monkeypatch):
 
         lower_for_cuda(run, args)
     args, options = fetch_specs.abstract_args(fetch_specs.SPECS["dsa_mla_bf16"])
-    lower(functools.partial(fetch, **options, implementation="mosaic_gpu"), args, "NVIDIA H200")
+    lower(functools.partial(fetch_kernel.fetch, **options, how=FetchTuning(16, 8, 2, buckets)), args, "NVIDIA H200")
 
 
 def test_private_parts_of_jax():

@@ -99,6 +99,12 @@ def test_corners(name):
     run_trace(sizes, 2, Tuning(2 if small else 4, 8, 4), steps=200 if small else 40)
 
 
+@pytest.mark.parametrize("buckets", [1, 7, 64])
+def test_rows_in_address_order(buckets):
+    run_trace(SMALL, 164, Tuning(2, 4, 2, buckets), steps=100)
+    run_trace(CORNERS["wide"], 2, Tuning(1, 8, 1, buckets), steps=30)
+
+
 @pytest.mark.parametrize("reuse", [0.0, 1.0])
 def test_all_misses_and_all_hits(reuse):
     run_trace(SMALL, 8, Tuning(4, 4, 4), reuse=reuse, steps=100)

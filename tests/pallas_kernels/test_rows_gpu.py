@@ -34,8 +34,7 @@ def test_fetch(words):
     hot = np.full((3, 8 * slots, words), 0xDEADBEEF, np.uint32)
     pool = make_pool(3 * rows_per_space, words)
     base = jnp.asarray(rng.permutation(8) * slots, jnp.int32)
-    for programs, threads in ((1, 1), (16, 4), (7, 2), (132, 8)):
-        how = FetchTuning(programs, threads, 4)
+    for how in (FetchTuning(1, 1), FetchTuning(16, 4, 4, 64), FetchTuning(7, 2, 2), FetchTuning(132, 8, 1, 3)):
         step = jax.jit(
             lambda p, h, plan, how=how: fetch_kernel.fetch(
                 p, h, plan, base, jnp.int32(2), jnp.int32(1), rows_per_space=rows_per_space, how=how
@@ -47,7 +46,27 @@ def test_fetch(words):
             for r, n in enumerate(counts):
                 rows = np.asarray(plan.host_row[r, :n]) + 2 * rows_per_space
                 want[1, int(base[r]) + np.asarray(plan.slot[r, :n])] = pool_words(rows, words)
-            same(step(pool, hot, plan), want, f"programs {programs}, counts {counts}")
+            same(step(pool, hot, plan), want, f"{how}, counts {counts}")
+
+
+@pytest.mark.parametrize("how", [FetchTuning(), FetchTuning(3, 2, 1, 16)])
+def test_fetch_in_several_rounds(how):
+    """More rows than a program can list at once, from more requests than it has lanes."""
+    rng = np.random.default_rng(0)
+    requests, slots, rows_per_space, words = 1100, 30, 60_000, 4
+    counts = rng.integers(0, 25, requests)
+    plan = random_plan(rng, counts, 25, slots, rows_per_space)
+    pool, base = make_pool(2 * rows_per_space, words), jnp.arange(requests, dtype=jnp.int32) * slots
+    want = np.zeros((1, requests * slots, words), np.uint32)
+    for r, n in enumerate(counts):
+        rows = np.asarray(plan.host_row[r, :n]) + rows_per_space
+        want[0, int(base[r]) + np.asarray(plan.slot[r, :n])] = pool_words(rows, words)
+    step = jax.jit(
+        lambda p, h, plan: fetch_kernel.fetch(
+            p, h, plan, base, jnp.int32(1), jnp.int32(0), rows_per_space=rows_per_space, how=how
+        )
+    )
+    same(step(pool, jnp.zeros_like(want), plan), want, "hot rows")
 
 
 @pytest.mark.parametrize("words", WORDS)

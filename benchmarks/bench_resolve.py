@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of resolve with and without its fetch, of fetch and of backup, beside what the link alone would need.
+
+Workload: K - 1 - m ids that are selected in every step, m fresh ones a step that cycle through the rest of the context,
+and the newest; rows at random places of a pool of R x S rows; tables in their steady state, never reset.
+
+`device_us` is the kernel's own time (CUPTI, median over the steps of a scan). Two more are a single call between two
+GPU time stamps, launch gaps included: `call_us` with an idle GPU, so that it also waits for the host to launch one
+kernel after the other, and `queued_us` with the launches already queued, as they are in a decode loop. `empty` records
+give the same for a kernel that does nothing. The portable implementation (`xla`) is timed by the wall clock.
+
+`python -m benchmarks.bench_resolve [--quick]` writes benchmarks/results/resolve_<device>.jsonl and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks import common
+from pallas_kernels import indexed
+from pallas_kernels.backup import mosaic_gpu as backup_kernel
+from pallas_kernels.fetch import mosaic_gpu as fetch_kernel
+from pallas_kernels.fetch import reference as fetch_reference
+from pallas_kernels.fetch.tuning import Tuning as FetchTuning
+from pallas_kernels.fetch.tuning import tuning as fetch_tuning
+from pallas_kernels.resolve import mosaic_gpu, reference
+from pallas_kernels.resolve.tuning import Tuning, tuning
+
+SELECTED, HOT_SLOTS, CONTEXT, RING = 2048, 4096, 32768, 64
+WARM_UP, STEPS, CALLS = 12, 20, 24
+MISSES = (0, 20, 102, 275, 615, 2046)
+
+
+def workload(requests: int, misses: int, steps: int, *, selected: int = SELECTED, context: int = CONTEXT) -> np.ndarray:
+    """Selected ids, int32 `[steps, R, K]`."""
+    rng = np.random.default_rng(misses)
+    out = np.empty((steps, requests, selected), np.int32)
+    for r in range(requests):
+        ids = rng.permutation(context - RING).astype(np.int32)
+        core, rest = ids[: selected - 1 - misses], ids[selected - 1 - misses :]
+        at = np.arange(steps * misses).reshape(steps, misses) % len(rest)
+        out[:, r, : len(core)], out[:, r, len(core) : -1], out[:, r, -1] = core, rest[at], context - 1
+    out.sort(axis=-1)
+    return out
+
+
+class Setting:
+    """One pool, R and H: buffers, and the programs that step through a workload, compiled once for all of them."""
+
+    def __init__(self, pool: jax.Array, requests: int, hot_slots: int = HOT_SLOTS, span_rows: int = 0) -> None:
+        self.pool, self.requests = pool, requests
+        self.row_bytes, self.rows = 4 * pool.shape[1], span_rows or requests * CONTEXT
+        self.slots = hot_slots + RING
+        rng = np.random.default_rng(1)
+        rows = rng.choice(self.rows, requests * CONTEXT, replace=False) if span_rows else rng.permutation(self.rows)
+        ids = jnp.full((1, requests, hot_slots), -1, jnp.int32)
+        self.fixed = {
+            "page_table": jnp.asarray(rows.reshape(requests, CONTEXT), jnp.int32),
+            "base": jnp.arange(requests, dtype=jnp.int32) * self.slots,
+            "length": jnp.full(requests, CONTEXT, jnp.int32),
+        }
+        self.tables = ids, jnp.broadcast_to(jnp.arange(hot_slots, dtype=jnp.int16), ids.shape)
+        self.programs: dict[Any, Any] = {}
+        self.steps: dict[int, jax.Array] = {}
+
+    def step(self, pool: jax.Array, fixed: Any, state: Any, selected: jax.Array, table: jax.Array, *, io: bool,
+             how: Tuning | None = None, apart: FetchTuning | None = None, xla: bool = False) -> Any:  # fmt: skip
+        """One step: fused, as two kernels (`apart`), or the portable implementation (`xla`)."""
+        hot, ids, ages = state
+        zero, base = jnp.int32(0), fixed["base"]
+        args = (selected, fixed["length"], ids, ages, fixed["page_table"], table)
+        if xla:
+            got = reference.resolve(*args, ring_slots=RING, page_records=1)
+        else:
+            rows = (pool, hot, base, zero, zero) if io and not apart else None
+            got, new = mosaic_gpu.resolve(
+                *args, ring_slots=RING, page_records=1, rows=rows, rows_per_space=self.rows, how=how
+            )
+            hot = hot if new is None else new
+        if io and (xla or apart):
+            fetch = fetch_reference.fetch if xla else functools.partial(fetch_kernel.fetch, how=apart)
+            hot = fetch(pool, hot, got.plan, base, zero, zero, rows_per_space=self.rows)
+        return (hot, got.slot_ids, got.recency), got.counters
+
+    def scan(self, **how: Any) -> Callable[..., Any]:
+        def run(pool: jax.Array, fixed: Any, state: Any, steps: jax.Array) -> Any:
+            step = lambda state, x: self.step(pool, fixed, state, x, jnp.int32(0), **how)
+            return jax.lax.scan(step, state, steps)
+
+        return self._once(("scan", *how.items()), lambda: jax.jit(run))
+
+    def call(self, hold_us: int, **how: Any) -> Callable[..., Any]:
+        def run(pool: jax.Array, fixed: Any, state: Any, selected: jax.Array) -> Any:
+            begin, table = common.stamp(jnp.zeros(1, jnp.int32), hold_us)
+            state, counters = self.step(pool, fixed, state, selected, table[0], **how)
+            end, _ = common.stamp(counters.reshape(-1)[:1])
+            return state, begin, end
+
+        return self._once(("call", hold_us, *how.items()), lambda: jax.jit(run, donate_argnums=2))
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self.programs:
+            self.programs[key] = make()
+        return self.programs[key]
+
+    def measure(self, misses: int, **how: Any) -> dict[str, Any]:
+        """A record of one number of misses; the keywords are those of `step`."""
+        if misses not in self.steps:
+            self.steps[misses] = jnp.asarray(workload(self.requests, misses, WARM_UP + STEPS + CALLS))
+        steps, xla, io = self.steps[misses], how.get("xla", False), how["io"]
+        state = (jnp.zeros((1, self.requests * self.slots, self.row_bytes // 4), jnp.uint32), *self.tables)
+        record = {
+            "op": "resolve", "implementation": "xla" if xla else "mosaic_gpu", "R": self.requests, "K": SELECTED,
+            "H": self.slots - RING, "S": CONTEXT, "row_bytes": self.row_bytes, "misses": misses, "io": io,
+            "kernels": 2 if how.get("apart") else 1, "bytes": self.requests * misses * self.row_bytes * io,
+        }  # fmt: skip
+        if xla:
+            state, _ = self.scan(io=io)(self.pool, self.fixed, state, steps[:WARM_UP])  # the kernel warms up sooner
+            run, timed = self.scan(**how), steps[WARM_UP : WARM_UP + 2]
+            jax.block_until_ready(run(self.pool, self.fixed, state, timed))
+            begin = time.perf_counter()
+            jax.block_until_ready(run(self.pool, self.fixed, state, timed))
+            return record | {"loop_us": (time.perf_counter() - begin) / 2 * 1e6}
+        record["how"] = (how.get("how") or tuning(self.requests, self.row_bytes * self.rows if io else 0))._asdict()
+        run = self.scan(**how)
+        state, _ = run(self.pool, self.fixed, state, steps[:WARM_UP])
+        timed = steps[WARM_UP : WARM_UP + STEPS]
+        kernels = common.kernel_times_us(run, self.pool, self.fixed, state, timed, name="_kernel")
+        times = np.asarray(kernels).reshape(STEPS, -1).sum(1)
+        record |= common.summary("device", times)
+        state, counters = run(self.pool, self.fixed, state, timed)
+        record["misses_seen"] = float(np.asarray(counters)[..., 2].mean())
+        if not how.get("apart"):
+            for name, hold_us in (("call", 0), ("queued", 200)):
+                call, calls = self.call(hold_us, **how), []
+                for selected in steps[WARM_UP + STEPS :]:
+                    state, begin, end = call(self.pool, self.fixed, state, selected)
+                    calls.append(common.stamped_us(begin, end))
+                record |= common.summary(name, np.asarray(calls[2:]))
+        return record
+
+
+def empty() -> Iterator[dict[str, Any]]:
+    """A kernel that does nothing, timed in the same way: what the launches alone take."""
+
+    def empty_kernel(value_ref: Any, out_ref: Any) -> None:
+        at = indexed.positions(indexed.LANES)
+        at = jnp.where(at < 1, at, -1)
+        indexed.scatter(out_ref, at, indexed.gather(value_ref, at))
+
+    record: dict[str, Any] = {"op": "empty"}
+    for name, hold_us in (("call", 0), ("queued", 200)):
+
+        @jax.jit
+        def call(hold_us: int = hold_us) -> Any:
+            begin, value = common.stamp(jnp.zeros(1, jnp.int32), hold_us)
+            value = plgpu.kernel(empty_kernel, out_type=jax.ShapeDtypeStruct((1,), jnp.int32))(value)
+            return begin, common.stamp(value)[0]
+
+        record |= common.summary(name, np.asarray([common.stamped_us(*call()) for _ in range(CALLS)][2:]))
+    yield record
+
+
+def fetches(pool: jax.Array, span_rows: int, peak: float) -> Iterator[dict[str, Any]]:
+    """A plan of 4, 16 and 64 MiB of random rows replayed by 16 programs."""
+    words = pool.shape[1]
+    how = fetch_tuning(span_rows * words * 4)
+    for mebibytes in (4, 16, 64):
+        run, plan, hot = common.fetch_of(pool, span_rows, mebibytes, how)
+        times = [t for _ in range(4) for t in common.kernel_times_us(run, pool, hot, name="fetch_kernel")]
+        size = int(plan.count[0]) * words * 4
+        record = {"op": "fetch", "row_bytes": words * 4, "bytes": size, "span_bytes": span_rows * words * 4,
+                  "how": how._asdict(), "link_peak_gb_s": peak}  # fmt: skip
+        record |= common.summary("device", np.asarray(times))
+        rate = size / record["device_us"] / 1e3
+        yield record | {"gb_s": rate, "share_of_peak": rate / peak}
+
+
+def backups(pool: jax.Array, rows: int, peak: float) -> Iterator[dict[str, Any]]:
+    """A prefill chunk to pages of 64 rows."""
+    words = pool.shape[1]
+    pages = np.random.default_rng(0).permutation(pool.shape[0] // 64)[: rows // 64]
+    at = jnp.asarray((pages[:, None] * 64 + np.arange(64)).reshape(-1), jnp.int32)
+    chunk = jnp.ones((rows, words), jnp.uint32)
+
+    def run(pool: jax.Array, chunk: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 10, lambda i, p: backup_kernel.backup(p, chunk + i.astype(jnp.uint32), at), pool)
+
+    times = common.kernel_times_donated_us(
+        jax.jit(run, donate_argnums=0, out_shardings=common.pinned()), pool, chunk, name="backup_kernel"
+    )
+    record = {"op": "backup", "row_bytes": words * 4, "rows": rows, "bytes": rows * words * 4, "link_peak_gb_s": peak}
+    record |= common.summary("device", np.asarray(times))
+    rate = record["bytes"] / record["device_us"] / 1e3
+    yield record | {"gb_s": rate, "share_of_peak": rate / peak}
+
+
+def resolves(quick: bool) -> Iterator[dict[str, Any]]:
+    """All records of resolve, each with the link peak of its span in the same run."""
+    plans = {  # row bytes: R -> misses
+        1152: {1: MISSES, 4: MISSES, 16: MISSES, 64: MISSES, 128: (0, 275)},
+        656: {1: MISSES, 4: (0, 275), 16: MISSES, 64: MISSES},
+        640: {16: (275, 615), 64: (275, 615)},
+        704: {16: (275, 615), 64: (275, 615)},
+        584: {16: (0, 275)},
+        1280: {16: (0, 275)},
+    }
+    if quick:
+        plans = {1152: {1: (0, 275), 16: (275,)}}
+    for row_bytes, by_requests in plans.items():
+        pool = common.make_pool(max(by_requests) * CONTEXT, row_bytes // 4)
+        for requests, misses in by_requests.items():
+            span = requests * CONTEXT
+            kept: dict[str, Any] = {}
+            peaks = common.link_peaks_gb_s(pool, span, kept)
+            setting = Setting(pool, requests)
+            records = [setting.measure(m, io=True) for m in misses]
+            if requests in (1, 16, 64) and row_bytes == 1152:
+                records.append(setting.measure(275, io=False))
+            if row_bytes == 1152 and requests in (1, 16, 64):
+                records.append(setting.measure(275, io=True, apart=FetchTuning(programs=64 if requests > 1 else 16)))
+                records.append(Setting(pool, requests, 8192).measure(275, io=True))
+                records.append(setting.measure(275, io=True, xla=True))
+            # Once more after the settings: the peak moves by a few percent while they run.
+            again = common.link_peaks_gb_s(pool, span, kept)
+            peak = max(*peaks.values(), *again.values())
+            for record in records:
+                yield record | {"link_peak_gb_s": peak, "span_bytes": span * row_bytes, "link_us": record["bytes"] / peak / 1e3}
+            yield {"op": "link", "R": requests, "row_bytes": row_bytes, "span_bytes": span * row_bytes, "before": peaks, "after": again}
+            if row_bytes == 1152 and requests in (16, 64):
+                yield from fetches(pool, span, peak)
+        if row_bytes in (1152, 656):
+            yield from backups(pool, 2048, common.device_to_host_peak_gb_s())
+        pool.delete() if not pool.is_deleted() else None
+
+
+def wide(gibibytes: int) -> Iterator[dict[str, Any]]:
+    """Rows of 1152 bytes spread over a larger pool, in miss order and in address order."""
+    words = 288
+    span = (gibibytes << 30) // (4 * words)
+    pool = common.make_pool(span, words)
+    peaks = common.link_peaks_gb_s(pool, span)
+    peak = max(peaks.values())
+    yield {"op": "link", "R": 16, "row_bytes": 4 * words, "span_bytes": span * 4 * words, "before": peaks}
+    setting = Setting(pool, 16, span_rows=span)
+    for how in (None, Tuning(8, 8, 4)):
+        record = setting.measure(275, io=True, how=how)
+        yield record | {"link_peak_gb_s": peak, "span_bytes": span * 4 * words, "link_us": record["bytes"] / peak / 1e3}
+    yield from fetches(pool, span, peak)
+
+
+def table(records: list[dict[str, Any]]) -> None:
+    """What was measured, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("op", "implementation", "R", "H", "row_bytes", "misses", "io", "kernels", "device_us", "queued_us", "call_us",
+               "loop_us", "link_us", "gb_s", "share_of_peak", "link_peak_gb_s")  # fmt: skip
+    out = Table(*columns)
+    for record in records:
+        cell = lambda c, record=record: f"{record[c]:.2f}" if isinstance(record.get(c), float) else str(record.get(c, ""))
+        if record["op"] != "link":
+            out.add_row(*map(cell, columns))
+    Console(width=200).print(out)
+
+
+def plot(records: list[dict[str, Any]], path: Any) -> None:
+    """Time against misses with the floor of the link, 1152-byte rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    for colour, requests in enumerate((1, 4, 16, 64)):
+        points = sorted(
+            (r["misses"], r["queued_us"], r["link_us"]) for r in records
+            if r["op"] == "resolve" and r["R"] == requests and r["row_bytes"] == 1152 and r["H"] == HOT_SLOTS
+            and r["io"] and "queued_us" in r
+        )  # fmt: skip
+        misses, times, floors = zip(*points, strict=True)
+        axes.plot(misses, times, "o-", color=f"C{colour}", label=f"R = {requests}")
+        axes.plot(misses[1:], floors[1:], ":", color=f"C{colour}")
+    axes.set(xscale="symlog", yscale="log", xlabel="misses of a request", ylabel="us a call (queued)")
+    axes.set_title("resolve and fetch, 1152-byte rows; dotted: the bytes at the link's peak")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", default=str(common.RESULTS))
+    options = parser.parse_args()
+    environment, records = common.environment(), []
+    name = "resolve_" + environment["device"].lower().replace(" ", "_")
+    sources = [empty(), resolves(options.quick)]
+    if not options.quick:
+        sources += [wide(8), wide(40)]
+    for source in sources:
+        for record in source:
+            records.append(record | environment)
+            print({k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()}, flush=True)
+            common.write_records(f"{options.out}/{name}.jsonl", records)
+    table(records)
+    if not options.quick:
+        plot(records, f"{options.out}/{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks share: environment, device times, a stamped call, pools in pinned host memory, records."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import indexed
+from pallas_kernels.fetch import mosaic_gpu as fetch_kernel
+from pallas_kernels.fetch.tuning import Tuning as FetchTuning
+from pallas_kernels.resolve.types import Plan
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """What a record must say to be compared with another."""
+    shell = lambda *command: subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": jax.devices()[0].device_kind,
+        "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": shell("git", "rev-parse", "--short", "HEAD") or None,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def pinned() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def make_pool(rows: int, words: int) -> jax.Array:
+    """uint32 `[rows, words]` in pinned host memory, not constant; made on the device, so it must fit there once."""
+
+    def make() -> jax.Array:
+        row = jax.lax.broadcasted_iota(jnp.uint32, (rows, words), 0)
+        return row * jnp.uint32(2654435761) + jax.lax.broadcasted_iota(jnp.uint32, (rows, words), 1)
+
+    return jax.block_until_ready(jax.jit(make, out_shardings=pinned())())
+
+
+def kernel_times_us(function: Callable[..., Any], *args: Any, name: str) -> list[float]:
+    """Device time of every kernel whose name holds `name` in one run of `function` (CUPTI; a first run warms up)."""
+    _, timings = profiler.measure(function, aggregate=False)(*args)
+    return [1e3 * ms for kernel, ms in timings or [] if name in kernel]
+
+
+def stamp(value: jax.Array, hold_us: int = 0) -> tuple[jax.Array, jax.Array]:
+    """The GPU's global timer in ns when this kernel runs, and `value` (int32 `[n]`) passed through to order it.
+
+    With `hold_us` the kernel first waits about so long, so that the kernels behind it are queued when it is done.
+    """
+
+    def stamp_kernel(value_ref: Any, time_ref: Any, out_ref: Any) -> None:
+        if hold_us:
+            indexed.sleep(hold_us)
+        at = indexed.positions(indexed.LANES)
+        at = jnp.where(at < value.shape[0], at, -1)
+        indexed.scatter(out_ref, at, indexed.gather(value_ref, at))
+        indexed.put(time_ref, indexed.now())
+
+    shape = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
+    return plgpu.kernel(stamp_kernel, out_type=(shape(1), shape(value.shape[0])))(value)
+
+
+def stamped_us(begin: Any, end: Any) -> float:
+    """Microseconds between two stamps."""
+    return int(np.uint32(np.asarray(end)[0].view(np.uint32) - np.asarray(begin)[0].view(np.uint32))) / 1e3
+
+
+def summary(name: str, times_us: np.ndarray) -> dict[str, float]:
+    """Median, p95 and number of samples of a time."""
+    return {
+        f"{name}_us": float(np.median(times_us)),
+        f"{name}_p95_us": float(np.percentile(times_us, 95)),
+        f"{name}_samples": len(times_us),
+    }
+
+
+def kernel_times_donated_us(function: Callable[..., jax.Array], donated: jax.Array, *args: Any, name: str) -> list[float]:
+    """As `kernel_times_us`, for a function that takes its first argument and gives back the one to use next."""
+    donated = jax.block_until_ready(function(donated, *args))
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready(function(donated, *args))
+    finally:
+        timings = cupti._cupti_get_timings(True)
+    return [1e3 * ms for kernel, ms in timings if name in kernel]
+
+
+def fetch_of(pool: jax.Array, span_rows: int, mebibytes: int, how: FetchTuning) -> tuple[Callable[..., Any], Plan, jax.Array]:
+    """A jitted fetch of so many MiB of random rows of the pool's first `span_rows`, its plan and hot rows."""
+    words = pool.shape[1]
+    count = (mebibytes << 20) // (4 * words)
+    rng = np.random.default_rng(0)
+    rows = rng.permutation(span_rows)[:count] if count <= span_rows else rng.integers(0, span_rows, count)
+    plan = Plan(*(jnp.asarray(x, jnp.int32) for x in (rows[None], np.arange(count)[None], [count])))
+    zero, base = jnp.int32(0), jnp.zeros(1, jnp.int32)
+    run = lambda pool, hot, plan: fetch_kernel.fetch(pool, hot, plan, base, zero, zero, rows_per_space=span_rows, how=how)
+    jitted = jax.jit(run)
+    return lambda pool, hot: jitted(pool, hot, plan), plan, jnp.zeros((1, count, words), jnp.uint32)
+
+
+def link_peaks_gb_s(pool: jax.Array, span_rows: int, programs: dict[str, Any] | None = None) -> dict[str, float]:
+    """Host-to-device bandwidth of 64 MiB of random rows of this span: GB/s by grid, median of 3.
+
+    The last of a name is the number of address buckets: 0 copies the rows in their random order. `programs` keeps what
+    is compiled for the next call.
+    """
+    words, out = pool.shape[1], {}
+    programs = {} if programs is None else programs
+    for grid in ((16, 8, 4, 0), (132, 8, 4, 0), (64, 8, 1, 64), (132, 8, 1, 64)):
+        name = "x".join(map(str, grid))
+        if name not in programs:
+            programs[name] = fetch_of(pool, span_rows, 64, FetchTuning(*grid))
+        run, plan, hot = programs[name]
+        times = [t for _ in range(3) for t in kernel_times_us(run, pool, hot, name="fetch_kernel")]
+        out[name] = int(plan.count[0]) * words * 4 / float(np.median(times)) / 1e3
+    return out
+
+
+def device_to_host_peak_gb_s(mebibytes: int = 1024) -> float:
+    """Bandwidth of one large copy to pinned host memory, best of 3 by the wall clock."""
+    source, times = jnp.ones(mebibytes << 18, jnp.uint32), []
+    for _ in range(4):
+        begin = time.perf_counter()
+        jax.device_put(source, pinned()).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return (mebibytes << 20) / min(times) / 1e9
+
+
+def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
