@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -61,9 +62,101 @@ def presets() -> None:
     table = Table("preset", "model", "selection", "residencies")
     for name in configs.preset_names():
         one = configs.load(name)
-        model = one.model.file or one.model.path or ""
+        model = one.model.file or one.model.path or f"{one.model.published} (to plan)"
         table.add_row(name, model, one.selection.kind, ", ".join(one.decode.residencies))
     Console().print(table)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option("--model", "-m", help="A GGUF file, a Hugging Face folder, or a hub id.")],
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt. May be repeated.")] = None,
+    prompt_file: Annotated[
+        list[str] | None, typer.Option("--prompt-file", "-f", help="A text file with a prompt. May be repeated.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens to generate at most.")] = 128,
+    residency: Annotated[str, typer.Option("--residency", help="full, hisparse or no_io.")] = "hisparse",
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put prompts into the model's chat format.")] = True,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens with this much probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many of the most likely tokens; 0 for all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the first prompt; each further one takes the next.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="More than 1 makes repetition less likely.")] = 1.0,
+    ban: Annotated[list[int] | None, typer.Option(help="A token id never to choose. May be repeated.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text. May be repeated.")] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, when all are done.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Generate text from prompts, streamed as it comes; several prompts are decoded together.
+
+    Cache, selection and decode settings are those of a config and changed with `--set`, for instance
+    `--set selection.budget_pages=64 --set cache.hot_slots=128`; `--set selection.kind=dsa` is for models that bring
+    their own indexer, and chosen by itself for those.
+    """
+    with _one_line_errors(debug):
+        from hisparse_jax import generation
+
+        generation.run(
+            generation.Options(
+                model=model, prompts=tuple(prompt or ()), prompt_files=tuple(prompt_file or ()),
+                max_new_tokens=max_new_tokens, residency=residency, chat=chat, temperature=temperature, top_p=top_p,
+                top_k=top_k, seed=seed, repetition_penalty=repetition_penalty, banned=tuple(ban or ()),
+                stop=tuple(stop or ()), overrides=tuple(overrides or ()), as_json=as_json,
+            ),
+            Console(highlight=False),
+        )  # fmt: skip
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint with `case_*.safetensors` reference files.")],
+    tolerance: Annotated[float, typer.Option(help="Largest logit difference allowed.")] = 2e-4,
+    formats: Annotated[
+        list[str] | None, typer.Option("--records", help="Also with this record format: bfloat16, fp8. DSA only.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Check a model against reference vectors: logits, tokens, selections, and both residencies bit by bit.
+
+    Exits with 0 if everything agrees, with 1 if something is beyond the tolerance.
+    """
+    with _one_line_errors(debug):
+        from hisparse_jax import verify as verification
+
+        console = Console()
+        with console.status("verifying") as status:
+            report = verification.verify(folder, tolerance, formats=tuple(formats or ()), progress=status.update)
+        verification.show(report, console)
+        if not report.ok:
+            raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    config: Experiment,
+    machine: Annotated[str, typer.Option("--machine", help="H200, B200 or GH200.")] = "H200",
+    context_tokens: Annotated[int | None, typer.Option(help="Instead of the config's.", min=1)] = None,
+    devices: Annotated[int | None, typer.Option(help="The parameters are split over this many.", min=1)] = None,
+    device_gib: Annotated[float | None, typer.Option(help="Device memory, instead of the machine's.")] = None,
+    host_gib: Annotated[float | None, typer.Option(help="Host memory, instead of the machine's.")] = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Plan a run without allocating anything: bytes, concurrency in both residencies, prefetches, hot slots."""
+    with _one_line_errors(debug):
+        from hisparse_jax import planner
+        from hisparse_jax.presets import plan_config
+
+        planned = plan_config(
+            _load(config, overrides), machine, context_tokens=context_tokens, devices=devices,
+            device_bytes=_bytes(device_gib), host_bytes=_bytes(host_gib),
+        )  # fmt: skip
+        planner.show(planned, Console())
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
 
 
 class _one_line_errors:  # noqa: N801 (a context manager reads as a function)

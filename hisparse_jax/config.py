@@ -100,18 +100,22 @@ class PromptConfig:
     """What the model is asked.
 
     Attributes:
-      source: "text", "file", or "pydoc_topics" (the text behind Python's `help('topics')`).
+      source: "text", "file", "pydoc_topics" (the text behind Python's `help('topics')`), or "random" (token ids drawn
+        evenly, for checkpoints that have no tokenizer).
       text: the prompt when the source is "text".
       file: a text file when the source is "file".
-      tokens: the source text is cut so that the whole prompt has at most this many tokens; not cut if not given.
+      tokens: the source text is cut so that the whole prompt has at most this many tokens; not cut if not given. The
+        number of tokens when the source is "random".
+      seed: of "random".
       question: appended after the text.
       chat: put the prompt into the model's chat format.
     """
 
-    source: Literal["text", "file", "pydoc_topics"] = "text"
+    source: Literal["text", "file", "pydoc_topics", "random"] = "text"
     text: str = ""
     file: str | None = None
     tokens: Positive | None = None
+    seed: Count = 0
     question: str = ""
     chat: bool = True
 
@@ -330,5 +334,7 @@ def _impossible(config: Config) -> Iterable[str]:
         yield "decode.residencies: name at least one of full, hisparse, no_io"
     if prompt.source == "file" and prompt.file is None:
         yield "prompt.file: missing; prompt.source is file"
+    if prompt.source == "random" and prompt.tokens is None:
+        yield "prompt.tokens: missing; prompt.source is random"
     if prompt.source == "text" and not prompt.text.strip():
         yield "prompt.text: empty; give a text, or another prompt.source"

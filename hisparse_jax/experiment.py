@@ -20,8 +20,7 @@ from rich.console import Console
 from hisparse_jax import report
 from hisparse_jax.cache import memory
 from hisparse_jax.cache.layout import Budget, Layout, Residency
-from hisparse_jax.checkpoint.gguf import GgufFile
-from hisparse_jax.config import Config, DsaSelection, QuestSelection
+from hisparse_jax.config import Config, QuestSelection
 from hisparse_jax.engine.engine import Engine, Events
 from hisparse_jax.engine.metrics import Metrics
 from hisparse_jax.engine.requests import Completion, Request
@@ -30,8 +29,8 @@ from hisparse_jax.errors import UserError
 from hisparse_jax.prompts import prompt_tokens
 from hisparse_jax.run_folder import run_folder
 from hisparse_jax.selection import QuestRule
-from models.gguf_models import open_gguf
 from models.opened import Opened
+from models.paths import open_path
 
 
 class ExpectationError(UserError):
@@ -70,6 +69,8 @@ def model_file(config: Config) -> Path:
       UserError: the package is not installed, the file is missing, or its checksum is another.
     """
     model = config.model
+    if model.published is not None:
+        raise UserError(f"model.published: {model.published} has no parameters to run; `hisparse plan` reads it")
     if model.path is not None:
         path = Path(model.path).expanduser()
         if not path.exists():
@@ -93,12 +94,14 @@ def model_file(config: Config) -> Path:
 def open_model(config: Config) -> Opened:
     """The model of a config, without its parameters."""
     path, decode = model_file(config), config.decode
-    match config.selection:
-        case QuestSelection() as quest:
-            rule = QuestRule(quest.rule, quest.budget_pages, quest.recent_pages, quest.page_tokens)
-        case DsaSelection():
-            raise UserError(f"selection.kind: dsa is not supported for {path}")
-    return open_gguf(GgufFile(path), rule, config.model.dtype, decode.implementation)
+    rule = None
+    if isinstance(config.selection, QuestSelection):
+        quest = config.selection
+        rule = QuestRule(quest.rule, quest.budget_pages, quest.recent_pages, quest.page_tokens)
+    return open_path(
+        path, rule=rule, dtype=config.model.dtype, records=config.model.records, index_keys=config.model.index_keys,
+        prefetch=decode.prefetch == "exact", implementation=decode.implementation,
+    )  # fmt: skip
 
 
 def make_layout(config: Config, opened: Opened, residency: Residency, context_tokens: int) -> Layout:
@@ -153,9 +156,8 @@ def run(config: Config, console: Console) -> Path:
       UserError: something the user can mend; ExpectationError: the run did not show what the config expects.
     """
     opened = open_model(config)
-    if opened.tokenizer is None:
-        raise UserError("the model has no tokenizer, so it can't read a prompt")
-    request = Request(tuple(prompt_tokens(config.prompt, opened.tokenizer)), config.decode.max_new_tokens)
+    prompt = prompt_tokens(config.prompt, opened.tokenizer, opened.config.vocab)
+    request = Request(tuple(prompt), config.decode.max_new_tokens)
     request.check(opened.config.vocab, opened.config.max_tokens)
     context = config.cache.context_tokens or len(request.prompt) + request.max_new_tokens
     request.check(opened.config.vocab, context)
@@ -177,7 +179,8 @@ def run(config: Config, console: Console) -> Path:
         ]
         bitwise = [same_bits(outcomes[0], outcome) for outcome in outcomes[1:] if outcome.residency != "no_io"]
         result = describe(config, outcomes, all(bitwise) if bitwise else None)
-        result["text"] = opened.tokenizer.decode(outcomes[0].completions[0].tokens)
+        tokens = outcomes[0].completions[0].tokens
+        result["text"] = opened.tokenizer.decode(tokens) if opened.tokenizer else str(tokens)
         report.show(console, result, outcomes)
         check(config, outcomes, result["bitwise"])
         (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

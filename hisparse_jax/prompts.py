@@ -5,19 +5,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from hisparse_jax.config import PromptConfig
 from hisparse_jax.errors import UserError
 from hisparse_jax.tokenizer import Tokenizer
 
 
-def prompt_tokens(config: PromptConfig, tokenizer: Tokenizer) -> list[int]:
+def prompt_tokens(config: PromptConfig, tokenizer: Tokenizer | None, vocab: int) -> list[int]:
     """Token ids of the prompt that a config describes.
 
     The source text is cut at its end, so that chat format and question stay whole.
 
     Raises:
-      UserError: a file that can't be read, an empty prompt, or a question that alone is longer than allowed.
+      UserError: a text for a model without tokenizer, a file that can't be read, an empty prompt, or a question that
+        alone is longer than allowed.
     """
+    if config.source == "random":
+        return np.random.default_rng(config.seed).integers(0, vocab, config.tokens).tolist()
+    if tokenizer is None:
+        raise UserError("the model has no tokenizer, so it can't read text: use prompt.source random")
     text = _text(config)
     ids = tokenizer.encode(_whole(config, tokenizer, text))
     if config.tokens is not None and len(ids) > config.tokens:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers: built from the vocabulary inside a GGUF file, run by the `tokenizers` library."""
+"""Tokenizers, run by the `tokenizers` library: from the vocabulary inside a GGUF file, or a Hugging Face folder."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hisparse_jax.checkpoint.gguf import GgufFile
 from hisparse_jax.errors import UserError
 
+TOKENIZER_FILE = "tokenizer.json"
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF that are matched whole
 
 # What splits text before the merges apply, by the name that GGUF files use.
@@ -103,3 +106,54 @@ def from_gguf(file: GgufFile) -> Tokenizer:
         chat_template=file.field("tokenizer.chat_template", "") or None,
         bos_token=tokens[bos] if bos >= 0 else "",
     )
+
+
+def from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder: `tokenizer.json`, with chat template and stop tokens beside it.
+
+    Raises:
+      UserError: no such file, or one that can't be read.
+    """
+    try:
+        from tokenizers import Tokenizer as Backend
+    except ImportError as error:
+        raise UserError("tokenizers are needed: pip install 'hisparse-jax[models]'") from error
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise UserError(f"{path} is missing: the folder has no tokenizer, so it can't read text")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{path}: the tokenizer can't be read: {error}") from error
+    settings = _json(folder / "tokenizer_config.json")
+    template = settings.get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    stops: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        found = _json(folder / name).get("eos_token_id")
+        stops |= set(found if isinstance(found, list) else [] if found is None else [found])
+    eos = _name(settings.get("eos_token"))
+    if eos and (number := backend.token_to_id(eos)) is not None:
+        stops.add(number)
+    return Tokenizer(
+        backend=backend,
+        stop_tokens=tuple(sorted(stops)),
+        chat_template=template if isinstance(template, str) else None,
+        bos_token=_name(settings.get("bos_token")),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON file beside the tokenizer; empty if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+
+
+def _name(token: Any) -> str:
+    """Special tokens are given as text, or as a dict with the text in it."""
+    return token.get("content", "") if isinstance(token, dict) else token or ""
