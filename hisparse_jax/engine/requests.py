@@ -25,7 +25,7 @@ class Request:
 
     prompt: tuple[int, ...]
     max_new_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def check(self, vocab: int, context_tokens: int) -> None:
         """Raises UserError if a model of this vocabulary and context can't take the request."""
@@ -52,7 +52,8 @@ class Completion:
     Attributes:
       request: the request.
       tokens: generated ids.
-      finish: "length", "stop" (the last token is a stop token, or the `decode` event said so) or "cancelled"; None while it runs.
+      finish: "length", "stop" (the last token is a stop token, or the `decode` event said so) or "cancelled"; None while
+        it runs.
       logits: float32 `[V]` for each generated token, where they were asked for.
     """
 
