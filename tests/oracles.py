@@ -354,12 +354,6 @@ def quest_rule_b(query: np.ndarray, kmin: np.ndarray, kmax: np.ndarray, pages: i
     return chosen
 
 
-def index_scores(query: np.ndarray, weights: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:
-    """`sum over heads of w relu(scale q . k)`: query `[heads, width]`, weights `[heads]`, keys `[S, width]`."""
-    query, weights, keys = (np.asarray(x, np.float64) for x in (query, weights, keys))
-    return (weights[:, None] * np.maximum(scale * query @ keys.T, 0.0)).sum(0)
-
-
 def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
     """Softmax attention of one query `[heads, width]` over keys and values `[tokens, kv_heads, width]`."""
     query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))

@@ -56,7 +56,7 @@ ORDERS: Mapping[str, Order] = {"hit_first_lru": hit_first_lru, "plain_lru": plai
 def resolve_row(
     selected: Array, length: Array, slot_ids: Array, recency: Array, pages: Array, *, ring_slots: int,
     page_records: int, order: Order,
-) -> tuple[Array, ...]:  # fmt: skip
+) -> tuple[Array, Plan, Array, Array, Array]:  # fmt: skip
     """Resolve for one request: `selected` [K], `length` [], `slot_ids` and `recency` [H], `pages` [pages]."""
     (hot_slots,), (width,) = slot_ids.shape, selected.shape
     is_selected = (selected >= 0) & (length > 0)
@@ -114,7 +114,7 @@ def resolve(
 ) -> Resolved:  # fmt: skip
     """See `pallas_kernels.resolve.resolve`."""
 
-    def row(*args: Array) -> tuple[Array, ...]:
+    def row(*args: Array) -> tuple[Array, Plan, Array, Array, Array]:
         return resolve_row(*args, ring_slots=ring_slots, page_records=page_records, order=order)
 
     slots, plan, counters, ids, ages = jax.vmap(row)(selected, length, slot_ids[table], recency[table], page_table)

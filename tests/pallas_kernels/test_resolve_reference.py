@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.resolve import resolve
+from pallas_kernels.fetch import fetch
+from pallas_kernels.resolve import resolve, resolve_and_fetch
 from pallas_kernels.resolve.reference import ORDERS
 from tests import oracles
-from tests.helpers import int32, padded, random_selection, same_bits
+from tests.helpers import int32, padded, pinned, random_selection, same_bits, words
 
 PAGE_RECORDS, PAGES, REQUESTS, TABLES = 4, 10, 4, 2
 SIZES = {  # K, H, W
@@ -150,6 +151,28 @@ def test_an_inactive_row_keeps_its_tables_and_says_nothing():
     same_bits(got.counters, np.zeros((REQUESTS, 3), np.int32))
     same_bits(got.slot_ids, before[0])
     same_bits(got.recency, before[1])
+
+
+def test_resolve_and_fetch_is_resolve_and_then_fetch():
+    """The fused operation is defined by the two: the same results, and the rows of the plan and no other."""
+    trace, rng = Trace((8, 16, 4)), np.random.default_rng(5)
+    rows_per_space, slots = REQUESTS * PAGES * PAGE_RECORDS, 20
+    pool, hot_rows = pinned(words(rng, 2 * rows_per_space, 4)), jnp.asarray(words(rng, 2, REQUESTS * slots, 4))
+    base = int32(np.arange(REQUESTS) * slots)
+    options = {"ring_slots": 4, "page_records": PAGE_RECORDS, "implementation": "xla"}
+    fused = jax.jit(functools.partial(resolve_and_fetch, rows_per_space=rows_per_space, **options))
+    then_fetch = jax.jit(functools.partial(fetch, rows_per_space=rows_per_space, implementation="xla"))
+    lengths = int32([40, 33, 0, 21])
+    for number in range(6):
+        selected = int32(np.stack([random_selection(rng, int(length), 8) for length in lengths]))
+        tables = (selected, lengths, trace.slot_ids, trace.recency, int32(trace.pages))
+        want = compiled(4)(*tables, jnp.int32(1))
+        want_rows = then_fetch(pool, hot_rows, want.plan, base, jnp.int32(1), jnp.int32(0))
+        got, rows = fused(pool, hot_rows, *tables, base, jnp.int32(1), jnp.int32(1), jnp.int32(0))
+        jax.tree.map(same_bits, got, want)
+        same_bits(rows, want_rows)
+        assert number or want.plan.count.sum() > 0
+        trace.slot_ids, trace.recency, hot_rows = got.slot_ids, got.recency, rows
 
 
 def arguments(**changes):
