@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published configs in all their spellings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from hisparse_jax.errors import UserError
+from models.dsa_config import Run, read_config
+from models.mla import rope_frequencies
+from models.sizes import PUBLISHED
+
+GLM_52 = {
+    "model_type": "glm_moe_dsa", "num_hidden_layers": 78, "hidden_size": 6144, "num_attention_heads": 64,
+    "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "head_dim": 192, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "index_topk_freq": 4,
+    "index_skip_topk_offset": 3, "first_k_dense_replace": 3, "intermediate_size": 12288, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 2.5, "norm_topk_prob": True, "vocab_size": 154880, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"}, "max_position_embeddings": 1048576,
+}  # fmt: skip
+DEEPSEEK_V32 = GLM_52 | {
+    "model_type": "deepseek_v32", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, "index_n_heads": 64, "intermediate_size": 18432,
+    "n_group": 8, "topk_group": 4, "vocab_size": 129280, "rms_norm_eps": 1e-6, "rope_parameters": None,
+    "rope_theta": 10000, "max_position_embeddings": 163840, "index_topk_freq": None, "index_skip_topk_offset": None,
+    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+
+
+def test_published_shapes_are_what_their_configs_say():
+    assert read_config(GLM_52) == PUBLISHED["GLM-5.2"]
+    got, want = (asdict(config) for config in (read_config(DEEPSEEK_V32), PUBLISHED["DeepSeek-V3.2"]))
+    assert got["yarn"].pop("logit_factor") == pytest.approx(want["yarn"].pop("logit_factor"), rel=1e-15)
+    assert got == want
+    glm51 = GLM_52 | {"index_topk_freq": None, "index_skip_topk_offset": None, "max_position_embeddings": 202752}
+    glm51["rope_parameters"] = {"rope_theta": 1000000, "rope_type": "default"}
+    assert read_config(glm51) == PUBLISHED["GLM-5.1"]
+
+
+def test_softmax_scales():
+    assert round(PUBLISHED["DeepSeek-V3.2"].softmax_scale, 5) == 0.13523
+    assert PUBLISHED["GLM-5.2"].softmax_scale == 0.0625
+
+
+@pytest.mark.parametrize("spelling", ["types", "types_with_mtp", "pattern", "frequency"])
+def test_three_spellings_of_the_sharing_pattern(spelling):
+    full = [0, 1, *range(2, 78, 4)]
+    kinds = ["full" if layer in full else "shared" for layer in range(78)]
+    config = {key: entry for key, entry in GLM_52.items() if not key.startswith("index_topk_f")}
+    if spelling == "frequency":
+        config |= {"index_topk_freq": 4, "index_skip_topk_offset": 3, "index_topk_pattern": None}
+    elif spelling == "pattern":
+        config |= {"index_topk_pattern": "".join("F" if layer in full else "S" for layer in range(78))}
+    else:  # it comes before the others
+        config |= {"indexer_types": kinds + ["full"] * (spelling == "types_with_mtp"), "index_topk_pattern": "F" * 78}
+    got = read_config(config)
+    assert [layer for layer, anchor in enumerate(got.anchors) if anchor] == full
+    assert got.group_sizes == (1, 1) + (4,) * 19
+
+
+def test_without_a_pattern_every_layer_selects():
+    config = {key: entry for key, entry in GLM_52.items() if not key.startswith(("index_topk_", "index_skip"))}
+    assert read_config(config).group_sizes == (1,) * 78
+
+
+def test_runs_of_the_published_pattern():
+    assert PUBLISHED["GLM-5.2"].runs() == (
+        Run(0, 0, 2, (True,), (0,)),
+        Run(2, 2, 1, (True, False, False, False), (2, 0, 0, 0)),
+        Run(6, 3, 18, (False,) * 4, (3, 1, 1, 1)),
+    )
+    assert PUBLISHED["DeepSeek-V3.2"].runs() == (Run(0, 0, 3, (True,), (0,)), Run(3, 3, 58, (False,), (3,)))
+    last = PUBLISHED["GLM-5.2"].runs()[2]
+    assert last.layers(0) == tuple(range(6, 78, 4)) and last.layers(3)[-1] == 77
+
+
+def test_dense_layers_in_both_spellings():
+    kinds = ["dense", "sparse"] * 39
+    assert read_config(GLM_52 | {"mlp_layer_types": kinds}).dense == (True, False) * 39
+    assert read_config(GLM_52).dense == (True,) * 3 + (False,) * 75
+
+
+def test_rope_pairings():
+    glm, v32 = read_config(GLM_52), read_config(DEEPSEEK_V32)
+    assert (glm.rope_pairing, glm.index_pairing) == ("pairs", "pairs")
+    assert (v32.rope_pairing, v32.index_pairing) == ("pairs", "halves")
+    other = read_config(GLM_52 | {"rope_interleave": False, "indexer_rope_interleave": False})
+    assert (other.rope_pairing, other.index_pairing) == ("halves", "halves")
+
+
+def test_yarn_frequencies():
+    config = PUBLISHED["DeepSeek-V3.2"]
+    plain = np.array(rope_frequencies(replace(config, yarn=None)))
+    np.testing.assert_allclose(plain, 10000.0 ** (-np.arange(32) / 32), rtol=1e-12)
+    # corr(32) = 10.47 and corr(1) = 22.5: channels up to 10 stay, from 23 on they turn 40 times slower.
+    ratio = np.array(rope_frequencies(config)) / plain
+    assert np.allclose(ratio[:11], 1) and np.allclose(ratio[23:], 1 / 40)
+    np.testing.assert_allclose(ratio[11:23], 1 - (np.arange(11, 23) - 10) / 13 * (1 - 1 / 40), rtol=1e-12)
+    assert config.yarn.rotation_factor == 1.0
+
+
+def test_yarn_without_mscale_multiplies_sine_and_cosine():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    config = read_config(DEEPSEEK_V32 | {"rope_scaling": scaling})
+    assert config.yarn.rotation_factor == pytest.approx(0.1 * np.log(4) + 1)
+    assert config.softmax_scale == 192**-0.5
+    assert (config.yarn.beta_fast, config.yarn.beta_slow) == (32, 1)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing: a glm_moe_dsa config must give it"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_theta is missing"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1}}, "must be default or yarn, got 'llama3'"),
+        ({"indexer_types": ["full"] * 5}, "must name all 78 layers, it names 5"),
+        ({"indexer_types": ["shared"] * 78}, "it must be full"),
+        ({"indexer_types": ["full", "half"] * 39}, "may hold full and shared, it holds half"),
+        ({"index_topk_pattern": "FX" * 39}, "may hold F and S, it holds X"),
+        ({"mlp_layer_types": ["wide"] * 78}, "may hold dense and sparse, it holds wide"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
+        ({"attention_bias": True}, "attention_bias must be False, got True"),
+    ],
+)
+def test_what_is_not_understood_is_said(change, message):
+    with pytest.raises(UserError, match=message):
+        read_config(GLM_52 | change)
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v32", "glm5", "glm52_indexshare"])
+def test_norm_settings_of_the_reference_folders(folder, data):
+    config = read_config(json.loads((data / folder / "config.json").read_text()))
+    assert config.latent_norm_eps == 1e-6
+    assert config.norm_eps == (1e-6 if folder == "deepseek_v32" else 1e-5)
