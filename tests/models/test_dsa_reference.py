@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefill stores against the reference's caches. Logits and selections are `hisparse verify`'s (test_verify.py)."""
+"""What prefill stores against the reference's caches. For logits and selections see test_verify.py."""
 
 from __future__ import annotations
 
