@@ -9,7 +9,7 @@ GPU time stamps, launch gaps included: `call_us` with an idle GPU, so that it al
 kernel after the other, and `queued_us` with the launches already queued, as they are in a decode loop. `empty` records
 give the same for a kernel that does nothing. The portable implementation (`xla`) is timed by the wall clock.
 
-`python -m benchmarks.bench_resolve [--quick]` writes benchmarks/results/resolve_<device>.jsonl and .png.
+`python -m benchmarks.bench_resolve [--quick] [--wide GiB ...]` or `--show FILE` writes benchmarks/results/resolve_<device>.jsonl and .png.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pallas_kernels.resolve import mosaic_gpu, reference
 from pallas_kernels.resolve.tuning import Tuning, tuning
 
 SELECTED, HOT_SLOTS, CONTEXT, RING = 2048, 4096, 32768, 64
-WARM_UP, STEPS, CALLS = 12, 20, 24
+WARM_UP, STEPS, CALLS = 10, 20, 20
 MISSES = (0, 20, 102, 275, 615, 2046)
 
 
@@ -98,14 +98,14 @@ class Setting:
 
         return self._once(("scan", *how.items()), lambda: jax.jit(run))
 
-    def call(self, hold_us: int, **how: Any) -> Callable[..., Any]:
-        def run(pool: jax.Array, fixed: Any, state: Any, selected: jax.Array) -> Any:
-            begin, table = common.stamp(jnp.zeros(1, jnp.int32), hold_us)
+    def call(self, **how: Any) -> Callable[..., Any]:
+        def run(pool: jax.Array, fixed: Any, state: Any, selected: jax.Array, hold: jax.Array) -> Any:
+            begin, table = common.stamp(jnp.zeros(1, jnp.int32), hold)
             state, counters = self.step(pool, fixed, state, selected, table[0], **how)
             end, _ = common.stamp(counters.reshape(-1)[:1])
             return state, begin, end
 
-        return self._once(("call", hold_us, *how.items()), lambda: jax.jit(run, donate_argnums=2))
+        return self._once(("call", *how.items()), lambda: jax.jit(run, donate_argnums=2))
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self.programs:
@@ -140,10 +140,10 @@ class Setting:
         state, counters = run(self.pool, self.fixed, state, timed)
         record["misses_seen"] = float(np.asarray(counters)[..., 2].mean())
         if not how.get("apart"):
-            for name, hold_us in (("call", 0), ("queued", 200)):
-                call, calls = self.call(hold_us, **how), []
+            for name, hold in (("call", 0), ("queued", 8)):
+                call, calls, hold = self.call(**how), [], jnp.full(1, hold, jnp.int32)
                 for selected in steps[WARM_UP + STEPS :]:
-                    state, begin, end = call(self.pool, self.fixed, state, selected)
+                    state, begin, end = call(self.pool, self.fixed, state, selected, hold)
                     calls.append(common.stamped_us(begin, end))
                 record |= common.summary(name, np.asarray(calls[2:]))
         return record
@@ -158,15 +158,16 @@ def empty() -> Iterator[dict[str, Any]]:
         indexed.scatter(out_ref, at, indexed.gather(value_ref, at))
 
     record: dict[str, Any] = {"op": "empty"}
-    for name, hold_us in (("call", 0), ("queued", 200)):
 
-        @jax.jit
-        def call(hold_us: int = hold_us) -> Any:
-            begin, value = common.stamp(jnp.zeros(1, jnp.int32), hold_us)
-            value = plgpu.kernel(empty_kernel, out_type=jax.ShapeDtypeStruct((1,), jnp.int32))(value)
-            return begin, common.stamp(value)[0]
+    @jax.jit
+    def call(hold: jax.Array) -> Any:
+        begin, value = common.stamp(jnp.zeros(1, jnp.int32), hold)
+        value = plgpu.kernel(empty_kernel, out_type=jax.ShapeDtypeStruct((1,), jnp.int32))(value)
+        return begin, common.stamp(value)[0]
 
-        record |= common.summary(name, np.asarray([common.stamped_us(*call()) for _ in range(CALLS)][2:]))
+    for name, hold in (("call", 0), ("queued", 8)):
+        times = [common.stamped_us(*call(jnp.full(1, hold, jnp.int32))) for _ in range(CALLS)]
+        record |= common.summary(name, np.asarray(times[2:]))
     yield record
 
 
@@ -204,43 +205,45 @@ def backups(pool: jax.Array, rows: int, peak: float) -> Iterator[dict[str, Any]]
     yield record | {"gb_s": rate, "share_of_peak": rate / peak}
 
 
-def resolves(quick: bool) -> Iterator[dict[str, Any]]:
+# What is measured, in this order: row bytes, R, misses that are fetched, and what else of resolve at 275 misses.
+PLANS = (
+    (1152, ((1, MISSES, ("no_io", "apart", "xla")), (64, MISSES, ("no_io", "apart")), (16, MISSES, ("no_io",)),
+            (4, (0, 275), ()), (128, (0, 275), ()))),
+    (656, ((64, (0, 275, 615), ()), (1, (0, 275, 2046), ()), (16, (0, 275, 615), ()))),
+    (640, ((64, (0, 275, 615), ()),)),
+    (704, ((64, (0, 275, 615), ()),)),
+    (584, ((16, (0, 275), ()),)),
+    (1280, ((16, (0, 275), ()),)),
+)  # fmt: skip
+QUICK = ((1152, ((1, (0, 275), ()), (16, (275,), ()))),)
+
+
+def resolves(plans: Any) -> Iterator[dict[str, Any]]:
     """All records of resolve, each with the link peak of its span in the same run."""
-    plans = {  # row bytes: R -> misses
-        1152: {1: MISSES, 4: MISSES, 16: MISSES, 64: MISSES, 128: (0, 275)},
-        656: {1: MISSES, 4: (0, 275), 16: MISSES, 64: MISSES},
-        640: {16: (275, 615), 64: (275, 615)},
-        704: {16: (275, 615), 64: (275, 615)},
-        584: {16: (0, 275)},
-        1280: {16: (0, 275)},
-    }
-    if quick:
-        plans = {1152: {1: (0, 275), 16: (275,)}}
-    for row_bytes, by_requests in plans.items():
-        pool = common.make_pool(max(by_requests) * CONTEXT, row_bytes // 4)
-        for requests, misses in by_requests.items():
-            span = requests * CONTEXT
-            kept: dict[str, Any] = {}
+    for row_bytes, parts in plans:
+        pool = common.make_pool(max(part[0] for part in parts) * CONTEXT, row_bytes // 4)
+        for requests, misses, others in parts:
+            span, kept = requests * CONTEXT, {}
             peaks = common.link_peaks_gb_s(pool, span, kept)
             setting = Setting(pool, requests)
             records = [setting.measure(m, io=True) for m in misses]
-            if requests in (1, 16, 64) and row_bytes == 1152:
+            if "no_io" in others:
                 records.append(setting.measure(275, io=False))
-            if row_bytes == 1152 and requests in (1, 16, 64):
-                records.append(setting.measure(275, io=True, apart=FetchTuning(programs=64 if requests > 1 else 16)))
-                records.append(Setting(pool, requests, 8192).measure(275, io=True))
+            if "apart" in others:
+                records.append(setting.measure(275, io=True, apart=fetch_tuning(span * row_bytes)))
+            if "xla" in others:
                 records.append(setting.measure(275, io=True, xla=True))
             # Once more after the settings: the peak moves by a few percent while they run.
             again = common.link_peaks_gb_s(pool, span, kept)
             peak = max(*peaks.values(), *again.values())
+            at = {"R": requests, "row_bytes": row_bytes, "span_bytes": span * row_bytes, "link_peak_gb_s": peak}
+            yield {"op": "link", "before": peaks, "after": again} | at
             for record in records:
-                yield record | {"link_peak_gb_s": peak, "span_bytes": span * row_bytes, "link_us": record["bytes"] / peak / 1e3}
-            yield {"op": "link", "R": requests, "row_bytes": row_bytes, "span_bytes": span * row_bytes, "before": peaks, "after": again}
+                yield record | at | {"link_us": record["bytes"] / peak / 1e3}
             if row_bytes == 1152 and requests in (16, 64):
                 yield from fetches(pool, span, peak)
         if row_bytes in (1152, 656):
             yield from backups(pool, 2048, common.device_to_host_peak_gb_s())
-        pool.delete() if not pool.is_deleted() else None
 
 
 def wide(gibibytes: int) -> Iterator[dict[str, Any]]:
@@ -299,13 +302,20 @@ def plot(records: list[dict[str, Any]], path: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--show", help="a file of records to show again")
+    parser.add_argument("--wide", type=int, nargs="*", default=[8, 40], help="GiB of larger pools")
     parser.add_argument("--out", default=str(common.RESULTS))
     options = parser.parse_args()
+    if options.show:
+        records = common.read_records(options.show)
+        table(records)
+        plot(records, options.show.replace(".jsonl", ".png"))
+        return
     environment, records = common.environment(), []
     name = "resolve_" + environment["device"].lower().replace(" ", "_")
-    sources = [empty(), resolves(options.quick)]
+    sources = [empty(), resolves(QUICK if options.quick else PLANS)]
     if not options.quick:
-        sources += [wide(8), wide(40)]
+        sources += [wide(gibibytes) for gibibytes in options.wide]
     for source in sources:
         for record in source:
             records.append(record | environment)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -58,22 +60,24 @@ def kernel_times_us(function: Callable[..., Any], *args: Any, name: str) -> list
     return [1e3 * ms for kernel, ms in timings or [] if name in kernel]
 
 
-def stamp(value: jax.Array, hold_us: int = 0) -> tuple[jax.Array, jax.Array]:
+def stamp(value: jax.Array, hold: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """The GPU's global timer in ns when this kernel runs, and `value` (int32 `[n]`) passed through to order it.
 
-    With `hold_us` the kernel first waits about so long, so that the kernels behind it are queued when it is done.
+    With `hold` (int32 `[1]`) the kernel first waits so often 20 us or more, so that what comes behind it is queued by
+    the time it is done.
     """
 
-    def stamp_kernel(value_ref: Any, time_ref: Any, out_ref: Any) -> None:
-        if hold_us:
-            indexed.sleep(hold_us)
+    def stamp_kernel(value_ref: Any, hold_ref: Any, time_ref: Any, out_ref: Any) -> None:
+        if hold is not None:
+            lax.fori_loop(0, hold_ref[0], lambda _, carry: (indexed.sleep(20), carry)[1], jnp.int32(0))
         at = indexed.positions(indexed.LANES)
         at = jnp.where(at < value.shape[0], at, -1)
         indexed.scatter(out_ref, at, indexed.gather(value_ref, at))
         indexed.put(time_ref, indexed.now())
 
     shape = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
-    return plgpu.kernel(stamp_kernel, out_type=(shape(1), shape(value.shape[0])))(value)
+    run = plgpu.kernel(stamp_kernel, out_type=(shape(1), shape(value.shape[0])))
+    return run(value, jnp.zeros(1, jnp.int32) if hold is None else hold)
 
 
 def stamped_us(begin: Any, end: Any) -> float:
@@ -90,7 +94,9 @@ def summary(name: str, times_us: np.ndarray) -> dict[str, float]:
     }
 
 
-def kernel_times_donated_us(function: Callable[..., jax.Array], donated: jax.Array, *args: Any, name: str) -> list[float]:
+def kernel_times_donated_us(
+    function: Callable[..., jax.Array], donated: jax.Array, *args: Any, name: str
+) -> list[float]:
     """As `kernel_times_us`, for a function that takes its first argument and gives back the one to use next."""
     donated = jax.block_until_ready(function(donated, *args))
     cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
@@ -102,7 +108,9 @@ def kernel_times_donated_us(function: Callable[..., jax.Array], donated: jax.Arr
     return [1e3 * ms for kernel, ms in timings if name in kernel]
 
 
-def fetch_of(pool: jax.Array, span_rows: int, mebibytes: int, how: FetchTuning) -> tuple[Callable[..., Any], Plan, jax.Array]:
+def fetch_of(
+    pool: jax.Array, span_rows: int, mebibytes: int, how: FetchTuning
+) -> tuple[Callable[..., Any], Plan, jax.Array]:
     """A jitted fetch of so many MiB of random rows of the pool's first `span_rows`, its plan and hot rows."""
     words = pool.shape[1]
     count = (mebibytes << 20) // (4 * words)
@@ -110,8 +118,8 @@ def fetch_of(pool: jax.Array, span_rows: int, mebibytes: int, how: FetchTuning) 
     rows = rng.permutation(span_rows)[:count] if count <= span_rows else rng.integers(0, span_rows, count)
     plan = Plan(*(jnp.asarray(x, jnp.int32) for x in (rows[None], np.arange(count)[None], [count])))
     zero, base = jnp.int32(0), jnp.zeros(1, jnp.int32)
-    run = lambda pool, hot, plan: fetch_kernel.fetch(pool, hot, plan, base, zero, zero, rows_per_space=span_rows, how=how)
-    jitted = jax.jit(run)
+    fetch = functools.partial(fetch_kernel.fetch, rows_per_space=span_rows, how=how)
+    jitted = jax.jit(lambda pool, hot, plan: fetch(pool, hot, plan, base, zero, zero))
     return lambda pool, hot: jitted(pool, hot, plan), plan, jnp.zeros((1, count, words), jnp.uint32)
 
 
@@ -123,7 +131,7 @@ def link_peaks_gb_s(pool: jax.Array, span_rows: int, programs: dict[str, Any] | 
     """
     words, out = pool.shape[1], {}
     programs = {} if programs is None else programs
-    for grid in ((16, 8, 4, 0), (132, 8, 4, 0), (64, 8, 1, 64), (132, 8, 1, 64)):
+    for grid in ((132, 8, 4, 0), (64, 8, 1, 64)):
         name = "x".join(map(str, grid))
         if name not in programs:
             programs[name] = fetch_of(pool, span_rows, 64, FetchTuning(*grid))
@@ -141,6 +149,11 @@ def device_to_host_peak_gb_s(mebibytes: int = 1024) -> float:
         jax.device_put(source, pinned()).block_until_ready()
         times.append(time.perf_counter() - begin)
     return (mebibytes << 20) / min(times) / 1e9
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """What `write_records` wrote."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:

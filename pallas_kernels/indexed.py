@@ -564,11 +564,10 @@ def now() -> Array:
 
 
 def sleep(us: int) -> None:
-    """Holds the program for about so many microseconds."""
+    """Holds the program for up to twice so many microseconds, at most 1000."""
 
     @_emit(())
     def emit(ctx: Any) -> None:
-        for _ in range(max(1, us // 20)):
-            mgpu_utils.nanosleep(_c(20_000))
+        mgpu_utils.nanosleep(_c(1000 * us))
 
     emit()
