@@ -9,7 +9,8 @@ GPU time stamps, launch gaps included: `call_us` with an idle GPU, so that it al
 kernel after the other, and `queued_us` with the launches already queued, as they are in a decode loop. `empty` records
 give the same for a kernel that does nothing. The portable implementation (`xla`) is timed by the wall clock.
 
-`python -m benchmarks.bench_resolve [--quick] [--wide GiB ...]` or `--show FILE` writes benchmarks/results/resolve_<device>.jsonl and .png.
+`python -m benchmarks.bench_resolve [--quick] [--wide GiB ...]` writes benchmarks/results/resolve_<device>.jsonl and
+.png; with `--show FILE` it prints and plots what is there.
 """
 
 from __future__ import annotations
@@ -266,13 +267,13 @@ def table(records: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("op", "implementation", "R", "H", "row_bytes", "misses", "io", "kernels", "device_us", "queued_us", "call_us",
-               "loop_us", "link_us", "gb_s", "share_of_peak", "link_peak_gb_s")  # fmt: skip
+    columns = ("op", "implementation", "R", "row_bytes", "misses", "io", "kernels", "device_us", "queued_us", "call_us", "loop_us",
+               "link_us", "gb_s", "share_of_peak", "link_peak_gb_s")  # fmt: skip
     out = Table(*columns)
     for record in records:
-        cell = lambda c, record=record: f"{record[c]:.2f}" if isinstance(record.get(c), float) else str(record.get(c, ""))
+        values = [record.get(column, "") for column in columns]
         if record["op"] != "link":
-            out.add_row(*map(cell, columns))
+            out.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in values))
     Console(width=200).print(out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import platform
 import subprocess
 import time
@@ -35,7 +36,7 @@ def environment() -> dict[str, Any]:
         "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "commit": shell("git", "rev-parse", "--short", "HEAD") or None,
+        "commit": os.environ.get("COMMIT") or shell("git", "rev-parse", "--short", "HEAD") or None,
         "date": time.strftime("%Y-%m-%d"),
     }
 
