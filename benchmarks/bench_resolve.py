@@ -9,16 +9,18 @@ GPU time stamps, launch gaps included: `call_us` with an idle GPU, so that it al
 kernel after the other, and `queued_us` with the launches already queued, as they are in a decode loop. `empty` records
 give the same for a kernel that does nothing. The portable implementation (`xla`) is timed by the wall clock.
 
-`python -m benchmarks.bench_resolve [--quick] [--wide GiB ...]` writes benchmarks/results/resolve_<device>.jsonl and
-.png; with `--show FILE` it prints and plots what is there.
+`python -m benchmarks.bench_resolve [--plans core rows more] [--wide GiB ...]` writes a file of records a plan into
+benchmarks/results/, and a plot of the first; with `--show FILES` it prints and plots what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,6 +99,9 @@ class Setting:
             step = lambda state, x: self.step(pool, fixed, state, x, jnp.int32(0), **how)
             return jax.lax.scan(step, state, steps)
 
+        if how.get("xla"):  # whose gather wants to be told that the pool is in host memory
+            told = lambda pool, *rest: run(jax.device_put(pool, common.HOST), *rest)
+            return self._once(("scan", *how.items()), lambda: jax.jit(told))
         return self._once(("scan", *how.items()), lambda: jax.jit(run))
 
     def call(self, **how: Any) -> Callable[..., Any]:
@@ -207,16 +212,22 @@ def backups(pool: jax.Array, rows: int, peak: float) -> Iterator[dict[str, Any]]
 
 
 # What is measured, in this order: row bytes, R, misses that are fetched, and what else of resolve at 275 misses.
-PLANS = (
-    (1152, ((1, MISSES, ("no_io", "apart", "xla")), (64, MISSES, ("no_io", "apart")), (16, MISSES, ("no_io",)),
-            (4, (0, 275), ()), (128, (0, 275), ()))),
-    (656, ((64, (0, 275, 615), ()), (1, (0, 275, 2046), ()), (16, (0, 275, 615), ()))),
-    (640, ((64, (0, 275, 615), ()),)),
-    (704, ((64, (0, 275, 615), ()),)),
-    (584, ((16, (0, 275), ()),)),
-    (1280, ((16, (0, 275), ()),)),
-)  # fmt: skip
-QUICK = ((1152, ((1, (0, 275), ()), (16, (275,), ()))),)
+PLANS = {
+    "core": (
+        (1152, ((1, MISSES, ("no_io",)), (64, MISSES, ()), (16, MISSES, ()), (4, (0, 275), ()))),
+    ),
+    "rows": (
+        (656, ((64, (0, 275, 615), ()), (1, (0, 275, 2046), ()), (16, (0, 275, 615), ()))),
+        (640, ((64, (0, 275, 615), ()),)),
+        (704, ((64, (0, 275, 615), ()),)),
+        (584, ((16, (0, 275), ()),)),
+        (1280, ((16, (0, 275), ()),)),
+    ),
+    "more": (
+        (1152, ((128, (0, 275), ("no_io",)), (64, (275,), ("no_io", "apart")), (16, (275,), ("no_io", "apart")),
+                (1, (275,), ("apart", "xla")))),
+    ),
+}  # fmt: skip
 
 
 def resolves(plans: Any) -> Iterator[dict[str, Any]]:
@@ -224,22 +235,18 @@ def resolves(plans: Any) -> Iterator[dict[str, Any]]:
     for row_bytes, parts in plans:
         pool = common.make_pool(max(part[0] for part in parts) * CONTEXT, row_bytes // 4)
         for requests, misses, others in parts:
-            span, kept = requests * CONTEXT, {}
-            peaks = common.link_peaks_gb_s(pool, span, kept)
-            setting = Setting(pool, requests)
-            records = [setting.measure(m, io=True) for m in misses]
-            if "no_io" in others:
-                records.append(setting.measure(275, io=False))
-            if "apart" in others:
-                records.append(setting.measure(275, io=True, apart=fetch_tuning(span * row_bytes)))
-            if "xla" in others:
-                records.append(setting.measure(275, io=True, xla=True))
-            # Once more after the settings: the peak moves by a few percent while they run.
-            again = common.link_peaks_gb_s(pool, span, kept)
-            peak = max(*peaks.values(), *again.values())
+            span = requests * CONTEXT
+            peaks = common.link_peaks_gb_s(pool, span)
+            peak = max(peaks.values())
             at = {"R": requests, "row_bytes": row_bytes, "span_bytes": span * row_bytes, "link_peak_gb_s": peak}
-            yield {"op": "link", "before": peaks, "after": again} | at
-            for record in records:
+            yield {"op": "link", "peaks": peaks} | at
+            setting = Setting(pool, requests)
+            settings = [(m, {"io": True}) for m in misses]
+            settings += [(275, {"io": False})] * ("no_io" in others)
+            settings += [(275, {"io": True, "apart": fetch_tuning(span * row_bytes)})] * ("apart" in others)
+            settings += [(275, {"io": True, "xla": True})] * ("xla" in others)
+            for m, how in settings:
+                record = setting.measure(m, **how)
                 yield record | at | {"link_us": record["bytes"] / peak / 1e3}
             if row_bytes == 1152 and requests in (16, 64):
                 yield from fetches(pool, span, peak)
@@ -254,7 +261,7 @@ def wide(gibibytes: int) -> Iterator[dict[str, Any]]:
     pool = common.make_pool(span, words)
     peaks = common.link_peaks_gb_s(pool, span)
     peak = max(peaks.values())
-    yield {"op": "link", "R": 16, "row_bytes": 4 * words, "span_bytes": span * 4 * words, "before": peaks}
+    yield {"op": "link", "R": 16, "row_bytes": 4 * words, "span_bytes": span * 4 * words, "peaks": peaks}
     setting = Setting(pool, 16, span_rows=span)
     for how in (None, Tuning(8, 8, 4)):
         record = setting.measure(275, io=True, how=how)
@@ -267,8 +274,8 @@ def table(records: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("op", "implementation", "R", "row_bytes", "misses", "io", "kernels", "device_us", "queued_us", "call_us", "loop_us",
-               "link_us", "gb_s", "share_of_peak", "link_peak_gb_s")  # fmt: skip
+    columns = ("op", "implementation", "R", "row_bytes", "misses", "io", "kernels", "device_us", "queued_us", "call_us",
+               "loop_us", "link_us", "gb_s", "share_of_peak", "link_peak_gb_s")  # fmt: skip
     out = Table(*columns)
     for record in records:
         values = [record.get(column, "") for column in columns]
@@ -302,29 +309,28 @@ def plot(records: list[dict[str, Any]], path: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--show", help="a file of records to show again")
+    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=list(PLANS))
     parser.add_argument("--wide", type=int, nargs="*", default=[8, 40], help="GiB of larger pools")
     parser.add_argument("--out", default=str(common.RESULTS))
+    parser.add_argument("--show", nargs="*", help="files of records: prints and plots them, measures nothing")
     options = parser.parse_args()
     if options.show:
-        records = common.read_records(options.show)
+        records = [record for path in options.show for record in common.read_records(path)]
         table(records)
-        plot(records, options.show.replace(".jsonl", ".png"))
+        plot(records, f"{options.out}/{Path(options.show[0]).stem}.png")
         return
-    environment, records = common.environment(), []
-    name = "resolve_" + environment["device"].lower().replace(" ", "_")
-    sources = [empty(), resolves(QUICK if options.quick else PLANS)]
-    if not options.quick:
-        sources += [wide(gibibytes) for gibibytes in options.wide]
-    for source in sources:
-        for record in source:
+    environment = common.environment()
+    device = environment["device"].lower().replace(" ", "_")
+    sources = {plan: resolves(PLANS[plan]) for plan in options.plans}
+    sources |= {f"wide_{gibibytes}": wide(gibibytes) for gibibytes in options.wide}
+    for name, source in sources.items():
+        records = []
+        for record in itertools.chain(empty(), source):
             records.append(record | environment)
-            print({k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()}, flush=True)
-            common.write_records(f"{options.out}/{name}.jsonl", records)
-    table(records)
-    if not options.quick:
-        plot(records, f"{options.out}/{name}.png")
+            common.write_records(f"{options.out}/resolve_{device}_{name}.jsonl", records)
+        table(records)
+        if name == "core":
+            plot(records, f"{options.out}/resolve_{device}_{name}.png")
 
 
 if __name__ == "__main__":
