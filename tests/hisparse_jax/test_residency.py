@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hisparse_jax.cache.admission import admit
+from hisparse_jax.cache.admission import admit, release
 from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.state import create, entering, placements
 from hisparse_jax.decode import DecodeState, Steps, compile_decode, place
@@ -94,21 +94,31 @@ class Runner:
         cache = create(self.layout, self.decoder.new_index(self.layout))
         return place(DecodeState(cache, nobody, nobody, greedy(REQUESTS, CONFIG.vocab)))
 
-    def admitted(self, lengths, new_tokens, slots, seed: int) -> DecodeState:
-        """Prompts of these lengths in these slots, host pages in random order."""
-        state, layout = self.empty(), self.layout
-        pages = np.random.default_rng(seed).permutation(layout.host_pages)[: REQUESTS * layout.pages_per_request]
-        pages = pages.reshape(REQUESTS, -1)[:, : state.cache.page_table.shape[1]]
-        for number, (length, count, slot) in enumerate(zip(lengths, new_tokens, slots, strict=True)):
-            scratch, token = prefilled(self.rule, self.dtype, length, seed + number)
-            cache = self.commit(state.cache, jnp.int32(slot), int32(pages[slot]), jnp.int32(length), scratch)
-            state = replace(
+    def admit(self, state: DecodeState, slot: int, pages, length: int, count: int, seed: int) -> DecodeState:
+        """A random prompt of this length into a slot, to decode so many tokens."""
+        scratch, token = prefilled(self.rule, self.dtype, length, seed)
+        pages = int32(pages[: state.cache.page_table.shape[1]])
+        cache = self.commit(state.cache, jnp.int32(slot), pages, jnp.int32(length), scratch)
+        return place(
+            replace(
                 state,
                 cache=cache,
                 token=state.token.at[slot].set(token),
                 remaining=state.remaining.at[slot].set(count),
             )
-        return place(state)
+        )
+
+    def pages(self, seed: int) -> np.ndarray:
+        """Host pages of each slot, in random order."""
+        each = self.layout.pages_per_request
+        pages = np.random.default_rng(seed).permutation(self.layout.host_pages)[: REQUESTS * each]
+        return pages.reshape(REQUESTS, each)
+
+    def admitted(self, lengths, new_tokens, slots, seed: int) -> DecodeState:
+        state, pages = self.empty(), self.pages(seed)
+        for number, (length, count, slot) in enumerate(zip(lengths, new_tokens, slots, strict=True)):
+            state = self.admit(state, slot, pages[slot], length, count, seed + number)
+        return state
 
     def run(self, lengths, new_tokens, slots, seed: int) -> tuple[DecodeState, Steps]:
         state, outs = self.admitted(lengths, new_tokens, slots, seed), []
@@ -194,6 +204,29 @@ def test_a_neighbour_that_ends_early_changes_nothing():
     """A slot that has nothing to do and one that stops in the middle of a chunk."""
     full, sparse = runner("full", SHARED, jnp.float32), runner("hisparse", SHARED, jnp.float32, HOT, RING)
     compare(full, sparse, [60, 40, 50], [24, 3, 0], [1, 2, 0], seed=9)
+
+
+def test_a_slot_and_pages_used_again():
+    """A request ends, another takes its slot and the pages of both are mixed anew: still the bits of `full`."""
+    logits = []
+    for residency in ("full", "hisparse"):
+        one = runner(residency, SHARED, jnp.float32, *((HOT, RING) if residency == "hisparse" else ()))
+        state = one.admitted([70, 40, 50], [STEPS, 3 * STEPS, STEPS], [0, 1, 2], seed=13)
+        state, _ = one.decode(one.params, state)
+        for slot in (0, 2):
+            state = place(replace(state, cache=release(state.cache, jnp.int32(slot))))
+        freed = one.pages(13)[[0, 2]]
+        for slot, length, pages in (
+            (2, 33, freed.T.ravel()[: freed.shape[1]]),
+            (0, 80, freed.T.ravel()[freed.shape[1] :]),
+        ):
+            state = one.admit(state, slot, pages, length, STEPS, 20 + slot)
+        state, out = one.decode(one.params, state)
+        assert (np.asarray(out.token) >= 0).all()
+        logits.append(out.logits)
+        if residency == "hisparse":
+            assert (np.asarray(out.counters)[..., 2].sum((0, 1)) > 0).all()
+    same_bits(logits[1], logits[0])
 
 
 def test_compiled_once_while_lengths_grow():
