@@ -31,7 +31,10 @@ RESULTS = Path(__file__).parent / "results"
 
 def environment() -> dict[str, Any]:
     """What a record must say to be compared with another."""
-    shell = lambda *command: subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    def shell(*command):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
     return {
         "device": jax.devices()[0].device_kind,
         "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -77,7 +80,9 @@ def stamp(value: jax.Array, hold: jax.Array | None = None) -> tuple[jax.Array, j
         indexed.scatter(out_ref, at, indexed.gather(value_ref, at))
         indexed.put(time_ref, indexed.now())
 
-    shape = lambda n: jax.ShapeDtypeStruct((n,), jnp.int32)
+    def shape(n):
+        return jax.ShapeDtypeStruct((n,), jnp.int32)
+
     run = plgpu.kernel(stamp_kernel, out_type=(shape(1), shape(value.shape[0])))
     return run(value, jnp.zeros(1, jnp.int32) if hold is None else hold)
 

@@ -7,7 +7,7 @@ word but the cluster barrier is its `jax.numpy` twin on whole refs (so interpret
 
 A *program* is one thread block of `threads` Pallas threads (warpgroups of 128 lanes). A register array has
 `n = 128 * per_lane` int32 elements per thread, and each lane holds `per_lane` neighbours; masks are 0/1 and an index
-of -1 means "nothing", in every word.
+of -1 means "nothing", in every word. (The file is long because private imports are to stay in one place.)
 """
 
 from __future__ import annotations
@@ -264,7 +264,10 @@ def _across_warps(scratch: Any, row: int, warp_total: Any, threads: int) -> tupl
         total = _load(scratch, arith.addi(inside, _c(row * MAX_WARPS)))
         total = arith.select(_compare("slt", lane, _c(threads * 4)), total, _c(0))
         before = arith.select(_compare("slt", lane, warp), total, _c(0))
-        add = lambda x: mgpu_utils.redux(x, _c(-1), nvvm.ReductionKind.ADD)
+
+        def add(x):
+            return mgpu_utils.redux(x, _c(-1), nvvm.ReductionKind.ADD)
+
         return add(before), add(total)
 
     return read
@@ -285,9 +288,14 @@ def prefix_count(scratch: Any, flags: Array, *others: Array, threads: int) -> tu
 
     @_emit((_REF, *[spread(n)] * (1 + len(others))), n, 1 + len(others))
     def emit(ctx: Any, scratch: Any, flags: Any, *others: Any) -> Any:
-        ballot = lambda f: nvvm.vote_sync(_c(-1), _compare("ne", f, _c(0)), nvvm.VoteSyncKind.ballot, results=[_i32()])
+        def ballot(f):
+            return nvvm.vote_sync(_c(-1), _compare("ne", f, _c(0)), nvvm.VoteSyncKind.ballot, results=[_i32()])
+
         below = nvvm.read_ptx_sreg_lanemask_lt()
-        add = lambda xs: _reduce(arith.addi, xs)
+
+        def add(xs):
+            return _reduce(arith.addi, xs)
+
         reads = []
         for row, mask in enumerate((flags, *others)):
             votes = [ballot(f) for f in _elements(mask)]
@@ -521,7 +529,9 @@ def copy_rows(
                 with ir.InsertionPoint(branch.then_block):
                     scf.yield_([llvm.load(kind, address(source_, from_row, word), alignment=4 * vector)])
                 with ir.InsertionPoint(branch.else_block):
-                    scf.yield_([arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(_i32(), 0)))])
+                    scf.yield_(
+                        [arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(_i32(), 0)))]
+                    )
                 values.append(branch.results[0])
             for (ok, _, to_row, word), value in zip(found, values, strict=True):
                 with mgpu.when(ok):

@@ -83,7 +83,10 @@ def in_address_order(
       rows_per_space: source rows are below this.
     """
     held = row_at(program.places(rows, 0)) if program.one_round(rows) else None
-    of = lambda number: held or row_at(program.places(rows, number))
+
+    def of(number):
+        return held or row_at(program.places(rows, number))
+
     nothing = jnp.int32(0)
 
     if not buckets:
@@ -99,7 +102,9 @@ def in_address_order(
         return
 
     bucket_rows = -(-rows_per_space // buckets)
-    bucket_of = lambda source: jnp.where(source >= 0, lax.div(jnp.maximum(source, 0), jnp.int32(bucket_rows)), -1)
+
+    def bucket_of(source):
+        return jnp.where(source >= 0, lax.div(jnp.maximum(source, 0), jnp.int32(bucket_rows)), -1)
 
     def count(number: Any, _: Any) -> Any:
         indexed.take(lists.counts, bucket_of(of(number)[0]))

@@ -28,7 +28,12 @@ def backup(pool: Array, rows: Array, host_row: Array, *, how: Tuning | None = No
         )  # fmt: skip
 
     run = plgpu.kernel(
-        backup_kernel, out_type=(), grid=(how.programs,), grid_names=("program",), num_threads=how.threads, thread_name="thread"
+        backup_kernel,
+        out_type=(),
+        grid=(how.programs,),
+        grid_names=("program",),
+        num_threads=how.threads,
+        thread_name="thread",
     )
     on_host = jax.typeof(pool).memory_space == HOST  # the interpreter has no host memory
     ref = jax.new_ref(pool, memory_space=HOST) if on_host else jax.new_ref(pool)

@@ -15,7 +15,7 @@ __all__ = ["fetch"]
 
 def fetch(
     pool: Array, hot_rows: Array, plan: Plan, base: Array, space: Array | int, group: Array | int, *,
-    rows_per_space: int, implementation: Implementation = "auto",
+    rows_per_space: int, programs: int | None = None, implementation: Implementation = "auto",
 ) -> Array:  # fmt: skip
     """Copies every planned row from the host pool to its hot slot.
 
@@ -30,6 +30,8 @@ def fetch(
       space: int32 scalar, which space of the pool to read.
       group: int32 scalar, which group of `hot_rows` to write.
       rows_per_space: rows of one space.
+      programs: size of the kernel's persistent grid; the tuned one if not given. A small grid leaves the other
+        multiprocessors to what runs beside it.
       implementation: "auto", "xla" or "mosaic_gpu".
     Returns:
       The new `hot_rows`.
@@ -45,6 +47,7 @@ def fetch(
     check("fetch", "base", base, (requests,), jnp.int32)
     reason = mosaic_gpu.unsupported(hot_rows.shape[2], requests * width)
     chosen = choose(implementation, "fetch", reason)
-    run = mosaic_gpu.fetch if chosen == "mosaic_gpu" else reference.fetch
-    space, group = jnp.asarray(space, jnp.int32), jnp.asarray(group, jnp.int32)
-    return run(pool, hot_rows, plan, base, space, group, rows_per_space=rows_per_space)
+    args = (pool, hot_rows, plan, base, jnp.asarray(space, jnp.int32), jnp.asarray(group, jnp.int32))
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.fetch(*args, rows_per_space=rows_per_space, programs=programs)
+    return reference.fetch(*args, rows_per_space=rows_per_space)

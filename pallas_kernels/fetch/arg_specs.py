@@ -33,7 +33,10 @@ SPECS = {
 
 def abstract_args(spec: Spec) -> tuple[dict[str, object], dict[str, int]]:
     """Arguments of `fetch` by name, and its keywords."""
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
     words = spec.row_bytes // 4
     per_place = array(spec.requests, spec.selected)
     args = {

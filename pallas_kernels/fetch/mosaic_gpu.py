@@ -25,11 +25,12 @@ ROWS_OF_A_LANE = 2  # in one list
 
 def fetch(
     pool: Array, hot_rows: Array, plan: Plan, base: Array, space: Array, group: Array, *, rows_per_space: int,
-    how: Tuning | None = None,
+    programs: int | None = None, how: Tuning | None = None,
 ) -> Array:  # fmt: skip
     """See `pallas_kernels.fetch.fetch`."""
     requests, width = plan.host_row.shape
     how = how or tuning(rows_per_space * pool.shape[1] * 4)
+    how = how if programs is None else how._replace(programs=programs)
     programs, listed = how.programs, ROWS_OF_A_LANE * how.threads * indexed.LANES
 
     def fetch_kernel(

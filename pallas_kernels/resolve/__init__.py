@@ -43,7 +43,9 @@ def resolve(
     Raises:
       ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
     """
-    chosen = _choose("resolve", implementation, selected, length, slot_ids, recency, page_table, ring_slots, page_records, order)
+    chosen = _choose(
+        "resolve", implementation, selected, length, slot_ids, recency, page_table, ring_slots, page_records, order
+    )
     args = (selected, length, slot_ids, recency, page_table, jnp.asarray(table, jnp.int32))
     if chosen == "mosaic_gpu":
         return mosaic_gpu.resolve(*args, ring_slots=ring_slots, page_records=page_records)[0]

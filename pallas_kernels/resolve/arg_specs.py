@@ -41,7 +41,10 @@ def abstract_args(spec: Spec) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str
     """Arguments of `resolve_and_fetch` by name, and its keywords."""
     words, slots = spec.row_bytes // 4, spec.hot_slots + spec.ring_slots
     rows = spec.requests * spec.pages * spec.page_records
-    array = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
+
+    def array(shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     args = {
         "pool": jax.ShapeDtypeStruct((rows, words), jnp.uint32),
         "hot_rows": array((2, spec.requests * slots, words), jnp.uint32),

@@ -71,8 +71,9 @@ def resolve(
 
     def resolve_kernel(*refs: Any) -> None:
         rows_refs, refs = (refs[:5], refs[5:]) if rows else (None, refs)
-        (selected_ref, length_ref, pages_ref, table_ref, ids_ref, ages_ref, slots_ref, host_row_ref, slot_ref, count_ref,
-         counters_ref, order, slot_of_place, host_rows, words, first, scratch, *sweep) = refs  # fmt: skip
+        selected_ref, length_ref, pages_ref, table_ref, ids_ref, ages_ref, *refs = refs
+        slots_ref, host_row_ref, slot_ref, count_ref, counters_ref, *shared = refs
+        order, slot_of_place, host_rows, words, first, scratch, *sweep = shared
         request, thread = lax.axis_index("request"), lax.axis_index("thread")
         number = lax.axis_index("program") if programs > 1 else jnp.int32(0)
         program = Program(threads, thread)
@@ -150,7 +151,7 @@ def resolve(
             return before + found
 
         def place(chunk: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            misses, ring_hits, active = sums
+            misses = sums[0]
             at, ids, host_row = picked or selection(chunk)
             is_selected = ids >= 0
             hit_slot = indexed.gather(slot_of_place, at)
@@ -162,7 +163,11 @@ def resolve(
             )
             rank = misses + rank
             victim = indexed.gather(order, jnp.where(miss, rank, -1))
-            slot = jnp.where(in_ring, hot_slots + lax.rem(jnp.maximum(ids, 0), jnp.int32(ring_slots)), jnp.where(miss, victim, hit_slot))
+            slot = jnp.where(
+                in_ring,
+                hot_slots + lax.rem(jnp.maximum(ids, 0), jnp.int32(ring_slots)),
+                jnp.where(miss, victim, hit_slot),
+            )
             indexed.scatter(host_rows, jnp.where(miss, rank, -1), host_row)
             if programs > 1 and wait_late:
                 indexed.cluster_wait()
@@ -188,7 +193,9 @@ def resolve(
             def one(chunk: Any, _: Any) -> Any:
                 at = places(hot_slots, chunk)
                 kept = evictable - misses
-                old = jnp.where(at < kept, at + misses, jnp.where(at < evictable, at - kept, hot_slots - 1 - at + evictable))
+                old = jnp.where(
+                    at < kept, at + misses, jnp.where(at < evictable, at - kept, hot_slots - 1 - at + evictable)
+                )
                 indexed.scatter(ages_ref, at, indexed.gather(order, jnp.where(at >= 0, old, -1)))
                 return _
 
@@ -199,11 +206,13 @@ def resolve(
             plan = host_rows, order, misses, number, programs
             if how.buckets:
                 lists, most = Lists(*sweep), -(-width // programs)
-                row_at = lambda at: tuple(indexed.gather(x, share_of(at)) for x in (host_rows, order))
-                share_of = lambda at: jnp.where((at >= 0) & (at * programs + number < misses), at * programs + number, -1)
-                in_address_order(
-                    program, lists, most, row_at, buckets=how.buckets, rows_per_space=rows_per_space
-                )
+
+                def row_at(at: Array) -> tuple[Array, Array]:
+                    m = at * programs + number
+                    m = jnp.where((at >= 0) & (m < misses), m, -1)
+                    return indexed.gather(host_rows, m), indexed.gather(order, m)
+
+                in_address_order(program, lists, most, row_at, buckets=how.buckets, rows_per_space=rows_per_space)
                 plan = lists.from_rows, lists.to_rows, lax.div(misses - number + (programs - 1), jnp.int32(programs))
             indexed.copy_rows(
                 pool_ref, hot_ref.at[group_ref[0]], *plan, threads=threads, aligned="source",
@@ -267,8 +276,8 @@ def resolve(
         scratch_types += Lists.types(-(-width // programs), how.buckets)
     cluster = {"cluster": (programs,), "cluster_names": ("program",)} if programs > 1 else {}
     run = plgpu.kernel(
-        resolve_kernel, out_type=out_type, grid=(requests,), grid_names=("request",), num_threads=threads, thread_name="thread",
-        scratch_types=scratch_types, **cluster,
+        resolve_kernel, out_type=out_type, grid=(requests,), grid_names=("request",), num_threads=threads,
+        thread_name="thread", scratch_types=scratch_types, **cluster,
     )  # fmt: skip
     ids_ref, ages_ref = jax.new_ref(slot_ids), jax.new_ref(recency)
     hot_ref = None

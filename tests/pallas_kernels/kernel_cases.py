@@ -95,7 +95,9 @@ def trace(sizes: Sizes, steps: int, rng: np.random.Generator, *, reuse: float = 
                 ids = np.concatenate([[length[r] - 1], old, fresh])
                 ids = ids[np.sort(np.unique(ids, return_index=True)[1])][:n]
                 last[r] = ids
-                selected[r, :n] = np.sort(ids)[:n] if len(ids) >= n else np.pad(np.sort(ids), (0, n - len(ids)), constant_values=-1)
+                selected[r, :n] = (
+                    np.sort(ids)[:n] if len(ids) >= n else np.pad(np.sort(ids), (0, n - len(ids)), constant_values=-1)
+                )
         yield Step(selected, length.astype(np.int32))
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import indexed
 from pallas_kernels.backup import arg_specs as backup_specs
 from pallas_kernels.backup import backup
+from pallas_kernels.backup.tuning import tuning as backup_tuning
 from pallas_kernels.fetch import arg_specs as fetch_specs
 from pallas_kernels.fetch import fetch
 from pallas_kernels.fetch import mosaic_gpu as fetch_kernel
 from pallas_kernels.fetch.tuning import Tuning as FetchTuning
+from pallas_kernels.fetch.tuning import tuning as fetch_tuning
 from pallas_kernels.resolve import arg_specs as resolve_specs
 from pallas_kernels.resolve import mosaic_gpu, resolve, resolve_and_fetch
 from pallas_kernels.resolve.tuning import Tuning
+from pallas_kernels.resolve.tuning import tuning as resolve_tuning
 from tests.pallas_kernels.kernel_cases import DEVICES, HOST, abstract_gpu, lower_for_cuda
 
 
@@ -87,6 +92,17 @@ def test_no_operand_of_an_emitted_word_is_one_value(buckets, monkeypatch):
     lower(functools.partial(fetch_kernel.fetch, **options, how=FetchTuning(16, 8, 2, buckets)), args, "NVIDIA H200")
 
 
+@pytest.mark.parametrize("span_bytes", [0, 1 << 30, 1 << 33, 1 << 36])
+@pytest.mark.parametrize("requests", [1, 16, 64, 1000])
+def test_tuned_launches(requests, span_bytes):
+    """There is a choice for every size, and the device can launch it."""
+    how = resolve_tuning(requests, span_bytes)
+    assert how.programs in (1, 2, 4, 8) and 1 <= how.threads <= 8 and how.copiers <= how.threads
+    assert fetch_tuning(span_bytes).programs <= 132 and backup_tuning().programs <= 132
+    table = json.loads((pathlib.Path(indexed.__file__).parent / "tuned" / "nvidia_h200.json").read_text())
+    assert all(table[op]["timings"] for op in ("resolve", "fetch", "backup"))
+
+
 def test_private_parts_of_jax():
     """What breaks when JAX changes: everything private is imported by pallas_kernels.indexed, and named here."""
     used = {
@@ -114,8 +130,6 @@ def test_private_parts_of_jax():
 
 
 def test_nothing_else_imports_private_jax():
-    import pathlib
-
     root = pathlib.Path(indexed.__file__).parent
     mine = [*root.glob("*.py"), *(p for op in ("resolve", "fetch", "backup") for p in (root / op).glob("*.py"))]
     private = [p.name for p in mine if "jax._src" in p.read_text() and p.name != "indexed.py"]
@@ -123,8 +137,10 @@ def test_nothing_else_imports_private_jax():
 
 
 def test_errors():
-    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
-    with pytest.raises(ValueError, match="can't run.*those that can: xla"):
+    def zeros(*shape):
+        return jnp.zeros(shape, jnp.int32)
+
+    with pytest.raises(ValueError, match=r"can't run.*those that can: xla"):
         backup(jnp.zeros((5, 2), jnp.uint32), jnp.zeros((1, 2), jnp.uint32), zeros(1), implementation="mosaic_gpu")
     with abstract_gpu(), pytest.raises(ValueError, match="multiple of 8 bytes, got 12"):
         backup(jnp.zeros((5, 3), jnp.uint32), jnp.zeros((1, 3), jnp.uint32), zeros(1), implementation="mosaic_gpu")

@@ -9,12 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from pallas_kernels.fetch import fetch
+from pallas_kernels.resolve import mosaic_gpu, reference, resolve_and_fetch
+from pallas_kernels.resolve.tuning import Tuning
 from tests.pallas_kernels.kernel_cases import Sizes, make_pool, needs_gpu, pinned, pool_words, same, tables, trace
 
-from pallas_kernels.resolve import mosaic_gpu, reference
-from pallas_kernels.resolve.tuning import Tuning
-
 pytestmark = needs_gpu
+CONCURRENT = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CONDITIONAL,WHILE,"
+    "DYNAMIC_SLICE_FUSION",
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
 
 
 def run_trace(sizes, words, how, steps=200, seed=0, reuse=0.8, fetch=True):
@@ -153,3 +160,42 @@ def test_in_place():
     assert memory.temp_size_in_bytes < 1 << 19, memory
     assert memory.host_temp_size_in_bytes == 0, memory
     assert pool.sharding == pinned()
+
+
+@pytest.mark.parametrize("options", [None, CONCURRENT], ids=["plain", "command buffers"])
+def test_array_api(options):
+    """The API picks the kernel by itself; the anchor's fetch and a follower's replay of its plan, in one scan."""
+    sizes = Sizes(4, 128, 256, 16, 16, 64)
+    rng = np.random.default_rng(3)
+    ids, ages, pages = (jnp.asarray(x) for x in tables(sizes, rng))
+    rows_per_space, slots, words = 4 * 64 * 16, 272, 164
+    pool = make_pool(2 * rows_per_space, words)
+    base = jnp.arange(4, dtype=jnp.int32) * slots
+    selected, length = (jnp.asarray(np.stack(x)) for x in zip(*trace(sizes, 40, rng), strict=True))
+    shape = dict(ring_slots=16, page_records=16)
+
+    def step(pool, implementation, carry, x):
+        anchor, follower, ids, ages = carry
+        resolved, anchor = resolve_and_fetch(
+            pool, anchor, *x, ids, ages, pages, base, 1, 0, 0, rows_per_space=rows_per_space, **shape,
+            implementation=implementation,
+        )  # fmt: skip
+        follower = fetch(
+            pool, follower, resolved.plan, base, 1, 0, rows_per_space=rows_per_space, programs=4,
+            implementation=implementation,
+        )  # fmt: skip
+        return (anchor, follower, resolved.slot_ids, resolved.recency), (
+            resolved.slots,
+            resolved.plan,
+            resolved.counters,
+        )
+
+    def run(implementation, options):
+        hot = jnp.zeros((1, 4 * slots, words), jnp.uint32)
+
+        def scan(pool, *state):
+            return jax.lax.scan(functools.partial(step, pool, implementation), state, (selected, length))
+
+        return jax.jit(scan, compiler_options=options)(pool, hot, hot, ids, ages)
+
+    same(run("auto", options), run("xla", None), "auto against xla: ")

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.pallas_kernels.kernel_cases import make_pool, needs_gpu, pinned, pool_words, same
 
 from pallas_kernels.backup import mosaic_gpu as backup_kernel
 from pallas_kernels.backup.tuning import Tuning as BackupTuning
 from pallas_kernels.fetch import mosaic_gpu as fetch_kernel
 from pallas_kernels.fetch.tuning import Tuning as FetchTuning
 from pallas_kernels.resolve.types import Plan
+from tests.pallas_kernels.kernel_cases import make_pool, needs_gpu, pinned, pool_words, same
 
 pytestmark = needs_gpu
 WORDS = [288, 164, 146, 320, 160, 176, 2, 6144, 16384]
@@ -82,7 +82,9 @@ def test_backup(words):
             want[host_row[host_row >= 0]] = rows[host_row >= 0]
             how = BackupTuning(programs, threads, 4)
             step = jax.jit(
-                lambda p, r, h, how=how: backup_kernel.backup(p, r, h, how=how), donate_argnums=0, out_shardings=pinned()
+                lambda p, r, h, how=how: backup_kernel.backup(p, r, h, how=how),
+                donate_argnums=0,
+                out_shardings=pinned(),
             )
             before = pool.unsafe_buffer_pointer()
             pool = step(pool, rows, host_row)
@@ -133,7 +135,9 @@ def test_pool_above_4_gib():
     before = pool.unsafe_buffer_pointer()
     pool = step(pool, values, at)
     assert pool.unsafe_buffer_pointer() == before
-    plan = Plan(jnp.asarray(at[None, :6] % (rows // 2)), jnp.arange(6, dtype=jnp.int32)[None], jnp.full(1, 6, jnp.int32))
+    plan = Plan(
+        jnp.asarray(at[None, :6] % (rows // 2)), jnp.arange(6, dtype=jnp.int32)[None], jnp.full(1, 6, jnp.int32)
+    )
     for space in (0, 1):
         get = jax.jit(
             lambda p, space: fetch_kernel.fetch(
