@@ -36,6 +36,7 @@ from models.registry import Records, open_folder, read_config
 __all__ = ["Report", "Result", "show", "verify"]
 
 _NEEDED = ("input_ids", "decode_logits", "generated_ids")
+_FORMATS: tuple[Records, ...] = ("bfloat16", "fp8")
 _CHUNK = 32  # prompt tokens of one prefill call
 _RING_SLOTS, _PAGE_RECORDS = 4, 8
 _DENSE_PAGE_TOKENS = 16
@@ -68,7 +69,7 @@ class _Decoded(NamedTuple):
 
 
 def verify(
-    folder: Path, tolerance: float = 2e-4, *, formats: Sequence[Records] = (),
+    folder: Path, tolerance: float = 2e-4, *, formats: Sequence[str] = (),
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:  # fmt: skip
     """Runs every case of a reference folder.
@@ -79,13 +80,16 @@ def verify(
       formats: further types of DSA records to run all cases with, as one batch: "bfloat16", "fp8".
       progress: called with what is being done.
     Raises:
-      UserError: not such a folder, or a model that is not supported.
+      UserError: not such a folder, a model that is not supported, or an unknown format.
     """
+    unknown = [name for name in formats if name not in _FORMATS]
+    if unknown:
+        raise UserError(f"record formats are {' and '.join(_FORMATS)}, got {', '.join(unknown)}")
     folder = Path(folder)
     is_dsa = isinstance(read_config(folder), DsaConfig)
     if formats and not is_dsa:
         raise UserError(f"{folder}: record formats are a choice of DSA families; this one stores keys and values")
-    cases, results, params = _read_cases(folder, is_dsa), [], None
+    cases, results, params, prompt_rows = _read_cases(folder, is_dsa), [], None, []
     for rule, group in groupby(cases, key=lambda case: case.rule):
         same_rule, opened = list(group), open_folder(folder, rule=rule)
         if params is None:
@@ -93,10 +97,11 @@ def verify(
             params = opened.load()
         runner = _Runner(opened, params, same_rule, "plain")
         results += runner.results(("alone", "together"), progress)
+        prompt_rows = runner.prompt_rows
     narrow = []
-    for records in formats:
+    for records in (known for known in _FORMATS if known in formats):
         opened = open_folder(folder, records=records)
-        errors = {case.name: _record_error(opened, rows) for case, rows in zip(cases, runner.prompt_rows, strict=True)}
+        errors = {case.name: _record_error(opened, rows) for case, rows in zip(cases, prompt_rows, strict=True)}
         found = _Runner(opened, params, cases, records).results(("together",), progress)
         narrow += [replace(result, record_error=errors[result.case]) for result in found]
     return Report(folder, tolerance, tuple(results), tuple(narrow))
@@ -134,7 +139,8 @@ class _Runner:
         self.model, self.params, self.cases, self.records = opened.model, params, cases, records
         longest = max(len(case.prompt) + case.steps for case in cases)
         self.context = -(-longest // _CHUNK) * _CHUNK
-        self.layouts = {residency: self._layout(residency) for residency in ("full", "hisparse")}
+        residencies: tuple[Residency, ...] = ("full", "hisparse")
+        self.layouts = {residency: self._layout(residency) for residency in residencies}
         self._prefill = jax.jit(partial(_prefill, self.model))
         self._admit = jax.jit(partial(_admit, self.model))
         self.prompt_rows: list[Array | None] = []
@@ -294,7 +300,7 @@ def _compare_selections(
     ours, theirs, scores = [], [], []
     if "topk_decode" in tensors:
         units = tensors["index_scores_decode"].shape[-1]
-        ours.append(as_sets(decoded.ids, units))
+        ours.append(as_sets(np.asarray(decoded.ids), units))
         theirs.append(as_sets(tensors["topk_decode"], units))
         scores.append(tensors["index_scores_decode"])
     if "topk_prefill" in tensors and prefill_ids is not None:
@@ -304,10 +310,10 @@ def _compare_selections(
         scores.append(tensors["index_scores_prefill"])
     if "pages_selected" in tensors:
         want = tensors["pages_selected"].astype(bool)  # [steps, layers, 1 or heads, pages]
-        ids = decoded.ids[:, :, None]
+        ids = np.asarray(decoded.ids)[:, :, None]
         if decoded.head_mask is not None:
             heads = decoded.head_mask.reshape(*decoded.ids.shape[:2], want.shape[2], -1)
-            ids = np.where(heads, ids, -1)
+            ids = np.where(np.asarray(heads), ids, -1)
         ours.append(as_sets(ids, want.shape[-1]))
         theirs.append(want)
         scores.append(tensors["page_scores"])

@@ -25,12 +25,12 @@ from hisparse_jax.dsa_selection import (
     store_keys,
 )
 from hisparse_jax.prefetch import followers_issued
-from hisparse_jax.resolve import fetch, resolve
+from hisparse_jax.resolve import Resolution, fetch, resolve
 from hisparse_jax.selection import Selection
 from models.dsa_config import DsaConfig, Run
 from models.indexer import Indexer
 from models.layers import MLP, RMSNorm, linear, precision
-from models.mla import LatentAttention
+from models.mla import LatentAttention, Projected
 from models.moe import MoE, Routing
 from pallas_kernels.common import Implementation
 from pallas_kernels.row_format import RecordType
@@ -112,47 +112,52 @@ class Group(nnx.Module):
 
     def decode(self, x: Array, cache: Cache, addresses: list[Address]) -> tuple[Array, Cache, Array]:
         """One token of each request through the group: `[R, D]`, and what was selected, int32 `[R, K]`."""
-        implementation = self.options.implementation
         issued = followers_issued(len(self.layers), prefetch=self.options.prefetch)
-        place = jnp.maximum(cache.tokens - 1, 0)
-        resolution = None
-        for layer, address, followers in zip(self.layers, addresses, issued, strict=True):
-            normed = layer.attention_norm(x)
-            projected = layer.attention.project(normed, place)
-            cache = append(cache, address, projected.record)
-            if resolution is None:
-                query, weight, key = layer.indexer(normed, projected.query_latent, place)
-                index = append_index_key(cache.index, cache, address.table, key)
-                cache = cache.replace(index=index)
-                ids = select_tokens(
-                    index, cache, address.table, query, weight, self.config.selected, scale=layer.indexer.scale,
-                    implementation=implementation,
-                )  # fmt: skip
-                resolution, cache = resolve(cache, address, ids, implementation)
-            for position in followers:
-                cache = fetch(cache, addresses[position], resolution.plan, implementation)
+        place, anchor = jnp.maximum(cache.tokens - 1, 0), self.layers[0]
+        normed = anchor.attention_norm(x)
+        projected = anchor.attention.project(normed, place)
+        cache = append(cache, addresses[0], projected.record)
+        resolution, cache = self._resolve(anchor, normed, projected, place, cache, addresses[0])
+        for position, (layer, address, followers) in enumerate(zip(self.layers, addresses, issued, strict=True)):
+            if position > 0:
+                projected = layer.attention.project(layer.attention_norm(x), place)
+                cache = append(cache, address, projected.record)
+            for follower in followers:
+                cache = fetch(cache, addresses[follower], resolution.plan, self.options.implementation)
             x = layer.add_mlp(x + layer.attention.attend(cache, address, resolution, projected))
         return x, cache, resolution.selected
+
+    def _resolve(
+        self, anchor: Layer, normed: Array, projected: Projected, place: Array, cache: Cache, address: Address
+    ) -> tuple[Resolution, Cache]:
+        """The anchor appends its index key, selects, and brings its missing rows in."""
+        query, weight, key = anchor.indexer(normed, projected.query_latent, place)
+        cache = cache.replace(index=append_index_key(cache.index, cache, address.table, key))
+        ids = select_tokens(
+            cache.index, cache, address.table, query, weight, self.config.selected, scale=anchor.indexer.scale,
+            implementation=self.options.implementation,
+        )  # fmt: skip
+        return resolve(cache, address, ids, self.options.implementation)
 
     def prefill(
         self, x: Array, prompt: Prompt, start: Array, first: Array, anchor: Array
     ) -> tuple[Array, Prompt, Array]:
         """A chunk of one prompt through the group, layers `first..`: `[C, D]`, and what was selected, `[C, K]`."""
-        position = start + jnp.arange(len(x), dtype=jnp.int32)
-        rows, index, ids, mask = prompt.rows, prompt.index, None, None
-        for number, layer in enumerate(self.layers):
-            normed = layer.attention_norm(x)
-            projected = layer.attention.project(normed, position)
-            rows = lax.dynamic_update_slice(rows, projected.record[None], (first + number, start, 0))
-            if ids is None:
-                query, weight, key = layer.indexer(normed, projected.query_latent, position)
-                index = _write_keys(index, anchor, start, key)
-                ids = select_in_prompt(
-                    index, anchor, query, weight, start, self.config.selected, scale=layer.indexer.scale,
-                    implementation=self.options.implementation,
-                )  # fmt: skip
-                mask = _mask(ids, rows.shape[1])
-            out = layer.attention.attend_in_prompt(rows, first + number, start, mask, projected)
+        place, anchor_layer = start + jnp.arange(len(x), dtype=jnp.int32), self.layers[0]
+        normed = anchor_layer.attention_norm(x)
+        projected = anchor_layer.attention.project(normed, place)
+        query, weight, key = anchor_layer.indexer(normed, projected.query_latent, place)
+        index = _write_keys(prompt.index, anchor, start, key)
+        ids = select_in_prompt(
+            index, anchor, query, weight, start, self.config.selected, scale=anchor_layer.indexer.scale,
+            implementation=self.options.implementation,
+        )  # fmt: skip
+        rows, mask = prompt.rows, _mask(ids, prompt.rows.shape[1])
+        for position, layer in enumerate(self.layers):
+            if position > 0:
+                projected = layer.attention.project(layer.attention_norm(x), place)
+            rows = lax.dynamic_update_slice(rows, projected.record[None], (first + position, start, 0))
+            out = layer.attention.attend_in_prompt(rows, first + position, start, mask, projected)
             x = layer.add_mlp(x + out)
         return x, Prompt(rows, index), ids
 
@@ -280,7 +285,7 @@ def _write_keys(index: DsaIndex, anchor: Array, start: Array, keys: Array) -> Ds
     """Writes the index keys of a chunk, `[C, D]`, of the one prompt of `index`."""
     values, scale = store_keys(keys, index)
     new = lax.dynamic_update_slice(index.keys, values[None, None], (anchor, 0, start, 0))
-    if scale is None:
+    if scale is None or index.key_scale is None:
         return DsaIndex(new, None)
     return DsaIndex(new, lax.dynamic_update_slice(index.key_scale, scale[None, None], (anchor, 0, start)))
 

@@ -94,7 +94,9 @@ def open_folder(
 
 
 def _stored_type(name: Records, dtype: DTypeLike) -> RecordType:
-    return jnp.dtype(dtype).name if name == "plain" else name
+    if name != "plain":
+        return name
+    return "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else "float32"
 
 
 def _gqa_entries(config: GqaConfig) -> list[Entry]:
@@ -142,5 +144,5 @@ def _read_gqa(config: Mapping[str, Any]) -> GqaConfig:
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         experts=need("num_experts", "num_local_experts") if moe else 0,
         experts_used=need("num_experts_per_tok") if moe else 0,
-        renormalise=bool(config.get("norm_topk_prob", False)),
+        renormalise=bool(config.get("norm_topk_prob", False)) or not moe,
     )

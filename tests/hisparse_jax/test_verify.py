@@ -95,6 +95,8 @@ def test_other_folders_say_what_is_wrong(data, tmp_path):
         verify(tmp_path)
     with pytest.raises(UserError, match="record formats are a choice of DSA families"):
         verify(data / "qwen3", formats=("fp8",))
+    with pytest.raises(UserError, match="record formats are bfloat16 and fp8, got int4"):
+        verify(data / "glm5", formats=("fp8", "int4"))
     with pytest.raises(UserError, match="no such file"):
         verify(tmp_path / "nothing")
 
