@@ -50,15 +50,21 @@ def resolve(
         counters = jnp.stack([found, jnp.zeros_like(found), jnp.zeros_like(found)], axis=1)
         cache = cache.replace(counters=cache.counters.at[address.table].set(counters))
         return Resolution(selected, jnp.where(selected >= 0, base + selected, -1), None), cache
+    tables = cache.slot_ids, cache.recency, cache.page_table
+    sizes = {"ring_slots": layout.ring_slots, "page_records": layout.page_records, "implementation": implementation}
     with jax.named_scope("resolve"):
-        found = resolve_kernel.resolve(
-            selected, cache.length, cache.slot_ids, cache.recency, cache.page_table, address.table,
-            ring_slots=layout.ring_slots, page_records=layout.page_records, implementation=implementation,
-        )  # fmt: skip
+        if layout.residency == "no_io":
+            found = resolve_kernel.resolve(selected, cache.length, *tables, address.table, **sizes)
+        else:
+            found, rows = resolve_kernel.resolve_and_fetch(
+                cache.pool, cache.hot_rows[address.position], selected, cache.length, *tables, cache.base,
+                address.table, address.space, address.group, rows_per_space=layout.rows_per_space, **sizes,
+            )  # fmt: skip
+            cache = with_rows(cache, address.position, rows)
     counters = cache.counters.at[address.table].set(found.counters)
     cache = cache.replace(slot_ids=found.slot_ids, recency=found.recency, counters=counters)
     place = jnp.where(found.slots >= 0, base + found.slots, -1)
-    return Resolution(selected, place, found.plan), fetch(cache, address, found.plan, implementation)
+    return Resolution(selected, place, found.plan), cache
 
 
 def fetch(cache: Cache, address: Address, plan: Plan | None, implementation: Implementation = "auto") -> Cache:
