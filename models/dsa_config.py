@@ -134,6 +134,16 @@ class DsaConfig:
                 f"anchors and dense must name the same layers and the first must be an anchor, got {self.anchors} and "
                 f"{self.dense}"
             )
+        if self.index_dim < self.rope or self.rope % 2:
+            raise ValueError(
+                f"the indexer rotates as many channels as the attention, an even number: of its {self.index_dim} "
+                f"it can't rotate {self.rope}"
+            )
+        groups, used = self.expert_groups, self.expert_groups_used
+        if self.experts % groups or not 1 <= used <= groups or self.experts_used > self.experts // groups * used:
+            raise ValueError(
+                f"a token can't use {self.experts_used} of {self.experts} experts in {used} of {groups} groups"
+            )
 
     @property
     def layers(self) -> int:
@@ -172,8 +182,15 @@ def read_config(config: Mapping[str, Any]) -> DsaConfig:
     """A published `config.json`, in DeepSeek's or in GLM's spelling.
 
     Raises:
-      UserError: a key that is missing, or a value that this code does not compute.
+      UserError: a key that is missing, values that contradict each other, or one that this code does not compute.
     """
+    try:
+        return _read(config)
+    except ValueError as error:
+        raise UserError(f"config.json: {error}") from error
+
+
+def _read(config: Mapping[str, Any]) -> DsaConfig:
     layers = _need(config, "num_hidden_layers")
     for key, wanted in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("attention_bias", False),
                         ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):  # fmt: skip

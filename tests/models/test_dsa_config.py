@@ -127,6 +127,9 @@ def test_yarn_without_mscale_multiplies_sine_and_cosine():
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"index_head_dim": 32}, "of its 32 it can't rotate 64"),
+        ({"n_group": 7}, "can't use 8 of 256 experts in 1 of 7 groups"),
+        ({"num_experts_per_tok": 40, "n_group": 8}, "can't use 40 of 256 experts in 1 of 8 groups"),
     ],
 )
 def test_what_is_not_understood_is_said(change, message):
