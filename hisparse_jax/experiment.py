@@ -163,6 +163,8 @@ def run(config: Config, console: Console) -> Path:
     request.check(opened.config.vocab, context)
     layouts = {residency: make_layout(config, opened, residency, context) for residency in config.decode.residencies}
     budgets = {name: make_budget(opened, layout, config.decode.prefill_chunk) for name, layout in layouts.items()}
+    if opened.note:
+        console.print(f"{opened.note}.")
     console.print(report.memory_table(budgets, layouts))
     for residency, budget in budgets.items():
         try:

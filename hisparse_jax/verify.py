@@ -90,11 +90,12 @@ def verify(
     if formats and not is_dsa:
         raise UserError(f"{folder}: record formats are a choice of DSA families; this one stores keys and values")
     cases, results, params, prompt_rows = _read_cases(folder, is_dsa), [], None, []
+    note = ""
     for rule, group in groupby(cases, key=lambda case: case.rule):
         same_rule, opened = list(group), open_folder(folder, rule=rule)
         if params is None:
             progress("reading the model")
-            params = opened.load()
+            params, note = opened.load(), opened.note
         runner = _Runner(opened, params, same_rule, "plain")
         results += runner.results(("alone", "together"), progress)
         prompt_rows = runner.prompt_rows
@@ -104,7 +105,7 @@ def verify(
         errors = {case.name: _record_error(opened, rows) for case, rows in zip(cases, prompt_rows, strict=True)}
         found = _Runner(opened, params, cases, records).results(("together",), progress)
         narrow += [replace(result, record_error=errors[result.case]) for result in found]
-    return Report(folder, tolerance, tuple(results), tuple(narrow))
+    return Report(folder, tolerance, tuple(results), tuple(narrow), note)
 
 
 def _read_cases(folder: Path, is_dsa: bool) -> list[_Case]:

@@ -56,12 +56,14 @@ class Report:
       results: with records in the checkpoint's own type.
       formats: with narrower records, if asked for. Their error is reported and not judged: once a selection differs,
         a model of random weights goes its own way.
+      note: what of the checkpoint was not read.
     """
 
     folder: Path
     tolerance: float
     results: tuple[Result, ...]
     formats: tuple[Result, ...] = ()
+    note: str = ""
 
     def passes(self, result: Result) -> bool:
         """Whether one case is within tolerance."""
@@ -96,6 +98,8 @@ def show(report: Report, console: Console) -> None:
             "[green]ok[/green]" if passed else "[red]FAIL[/red]",
         )
     console.print(table)
+    if report.note:
+        console.print(f"{report.note}.")
 
 
 def as_sets(ids: np.ndarray, units: int) -> np.ndarray:

@@ -120,8 +120,10 @@ def test_not_a_number_fails_a_report():
 
 def test_reports_are_shown():
     console = Console(file=io.StringIO(), width=200)
-    show(Report(Path("folder"), 2e-4, (GOOD, replace(GOOD, case="b", bitwise=False))), console)
+    results = (GOOD, replace(GOOD, case="b", bitwise=False))
+    show(Report(Path("folder"), 2e-4, results, note="3 tensors are skipped"), console)
     text = console.file.getvalue()
+    assert "3 tensors are skipped." in text
     assert "folder (tolerance 0.0002)" in text and "1.00e-05" in text
     assert [("ok" in line, "FAIL" in line, "DIFFERENT" in line) for line in text.splitlines() if "alone" in line] == [
         (True, False, False), (False, True, True),
