@@ -7,8 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ class Engine:
         cache_placed = placements(self._state.cache)
         scalar, prompt_pages = jnp.int32(0), jnp.zeros(self._state.cache.page_table.shape[1], jnp.int32)
         tokens = jnp.zeros(prefill_chunk, jnp.int32)
-        self._prefill = jax.jit(model.prefill, donate_argnums=3).lower(params, tokens, scalar, self._scratch).compile()
+        self._prefill = _jitted_prefill(model).lower(params, tokens, scalar, self._scratch).compile()
         hidden = jax.eval_shape(model.prefill, params, tokens, scalar, self._scratch)[0]
         first = jax.jit(partial(_first_token, model))
         self._first = first.lower(params, hidden, scalar, scalar, scalar, self._state.sampling).compile()
@@ -214,6 +215,12 @@ class Engine:
                 cache = self._release(self._state.cache, jnp.int32(slot))
                 remaining = self._state.remaining.at[slot].set(0)
                 self._state = place(replace(self._state, cache=cache, remaining=remaining))
+
+
+@lru_cache(maxsize=8)
+def _jitted_prefill(model: Model) -> Any:
+    """Prefill doesn't depend on the residency, so engines of one model share what is compiled."""
+    return jax.jit(model.prefill, donate_argnums=3)
 
 
 def _first_token(
