@@ -138,9 +138,7 @@ def compile_decode(
         state = replace(state, cache=entering(state.cache))
         return lax.scan(lambda state, _: one(params, state), state, length=steps)
 
-    return jax.jit(
-        chunk, donate_argnums=1, out_shardings=(_placements(state), None), compiler_options=compiler_options
-    )
+    return jax.jit(chunk, donate_argnums=1, out_shardings=(_placements(state), None), compiler_options=compiler_options)
 
 
 def place(state: DecodeState) -> DecodeState:

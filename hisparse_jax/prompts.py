@@ -50,15 +50,13 @@ def _whole(config: PromptConfig, tokenizer: Tokenizer, text: str) -> str:
 
 
 def _text(config: PromptConfig) -> str:
-    match config.source:
-        case "text":
-            return config.text
-        case "file":
-            try:
-                return Path(str(config.file)).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"prompt.file: {config.file} can't be read: {error}") from error
-        case "pydoc_topics":
-            from pydoc_data import topics
+    if config.source == "text":
+        return config.text
+    if config.source == "pydoc_topics":
+        from pydoc_data import topics
 
-            return "\n".join(topics.topics[name] for name in sorted(topics.topics))
+        return "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    try:
+        return Path(str(config.file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompt.file: {config.file} can't be read: {error}") from error

@@ -60,7 +60,7 @@ def _no_mosaic_gpu() -> str | None:
     return None
 
 
-def check(operation: str, argument: str, value: Array, shape: tuple[int | None, ...], dtype: object = None) -> None:
+def check(operation: str, argument: str, value: Array, shape: tuple[int | None, ...], dtype: Any = None) -> None:
     """Raises ValueError unless `value` has this shape (None: any length) and dtype."""
     want = tuple("any" if n is None else n for n in shape)
     if value.ndim != len(shape) or any(n is not None and n != m for n, m in zip(shape, value.shape, strict=True)):
@@ -69,7 +69,7 @@ def check(operation: str, argument: str, value: Array, shape: tuple[int | None, 
         raise ValueError(f"{operation}: {argument} must be {jnp.dtype(dtype)}, got {value.dtype}")
 
 
-def on_host(function: Callable[..., Array]) -> Callable[..., Array]:
+def on_host(function: Callable[..., Array]) -> Callable[..., Any]:
     """Runs `function` on the host beside the device that called it; its arrays are, and stay, in host memory.
 
     This is the one portable way to index an array in `pinned_host`: XLA refuses to gather from it directly.

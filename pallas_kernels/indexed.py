@@ -177,7 +177,7 @@ def take(counters: Any, index: Array) -> Array:
                 where = mgpu_utils.getelementptr(base, [i], _i32())
                 add = llvm.atomicrmw(llvm.AtomicBinOp.add, where, _c(1), llvm.AtomicOrdering.monotonic)
                 scf.yield_([add])
-            with ir.InsertionPoint(branch.else_block):
+            with ir.InsertionPoint(_block(branch.else_block)):
                 scf.yield_([_c(-1)])
             found.append(branch.results[0])
         return (_replace(index, found),)
@@ -252,8 +252,13 @@ def cluster_wait() -> None:
     emit()
 
 
+def _block(block: Any) -> Any:
+    """A block that is there by construction; its accessor may give None."""
+    return block
+
+
 # Words: counting -----------------------------------------------------------------------------------------------------
-def _across_warps(scratch: Any, row: int, warp_total: Any, threads: int) -> tuple[Any, Any]:
+def _across_warps(scratch: Any, row: int, warp_total: Any, threads: int) -> Callable[[], tuple[Any, Any]]:
     """Publishes a warp's total; gives a function for (sum over earlier warps, sum over all) to call after a barrier."""
     lane, warp = arith.andi(_block_lane(), _c(WARP - 1)), arith.shrui(_block_lane(), _c(5))
     with mgpu.when(_compare("eq", lane, _c(0))):
@@ -296,7 +301,7 @@ def prefix_count(scratch: Any, flags: Array, *others: Array, threads: int) -> tu
         def add(xs):
             return _reduce(arith.addi, xs)
 
-        reads = []
+        reads, lanes_before = [], _c(0)
         for row, mask in enumerate((flags, *others)):
             votes = [ballot(f) for f in _elements(mask)]
             if row == 0:
@@ -491,8 +496,8 @@ def copy_rows(
         begin = arith.addi(arith.muli(worker_, _c(lanes)), _block_lane())
         begin = arith.select(_compare("slt", _block_lane(), _c(lanes)), begin, items)
 
-        def locate(m: Any) -> tuple[Any, Any]:
-            """Source and target row of row m of the count."""
+        def locate(m: Any) -> tuple[Any, Any, Any]:
+            """Source and target row of row m of the count, and whether it is to be skipped."""
             m = arith.minsi(m, last)
             from_row = m if source_row_ is None else _load(source_row_, m)
             to_row = m if target_row_ is None else _load(target_row_, m)
@@ -528,7 +533,7 @@ def copy_rows(
                 branch = scf.IfOp(ok, results_=[kind], has_else=True)
                 with ir.InsertionPoint(branch.then_block):
                     scf.yield_([llvm.load(kind, address(source_, from_row, word), alignment=4 * vector)])
-                with ir.InsertionPoint(branch.else_block):
+                with ir.InsertionPoint(_block(branch.else_block)):
                     scf.yield_(
                         [arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(_i32(), 0)))]
                     )

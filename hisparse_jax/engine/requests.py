@@ -52,8 +52,7 @@ class Completion:
     Attributes:
       request: the request.
       tokens: generated ids.
-      finish: "length", "stop" (the last token is a stop token, or the `decode` event said so) or "cancelled"; None while
-        it runs.
+      finish: "length", "stop" (the last token is a stop token, or an event said so) or "cancelled"; None while it runs.
       logits: float32 `[V]` for each generated token, where they were asked for.
     """
 

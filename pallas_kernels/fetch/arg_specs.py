@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,10 @@ SPECS = {
 }
 
 
-def abstract_args(spec: Spec) -> tuple[dict[str, object], dict[str, int]]:
+def abstract_args(spec: Spec) -> tuple[dict[str, Any], dict[str, int]]:
     """Arguments of `fetch` by name, and its keywords."""
 
-    def array(*shape):
+    def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     words = spec.row_bytes // 4

@@ -53,7 +53,7 @@ def resolve(
     selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, table: Array, *,
     ring_slots: int, page_records: int, rows: tuple[Array, ...] | None = None, rows_per_space: int = 0,
     how: Tuning | None = None,
-) -> tuple[Resolved, Array | None]:  # fmt: skip
+) -> tuple[Resolved, Any]:  # fmt: skip
     """See `pallas_kernels.resolve.resolve` and `resolve_and_fetch`.
 
     Args:
@@ -70,9 +70,9 @@ def resolve(
     bitmap_words = -(-context // 32)
 
     def resolve_kernel(*refs: Any) -> None:
-        rows_refs, refs = (refs[:5], refs[5:]) if rows else (None, refs)
-        selected_ref, length_ref, pages_ref, table_ref, ids_ref, ages_ref, *refs = refs
-        slots_ref, host_row_ref, slot_ref, count_ref, counters_ref, *shared = refs
+        rows_refs, refs = (refs[:5], refs[5:]) if rows else ((), refs)
+        selected_ref, length_ref, pages_ref, table_ref, ids_ref, ages_ref = refs[:6]
+        slots_ref, host_row_ref, slot_ref, count_ref, counters_ref, *shared = refs[6:]
         order, slot_of_place, host_rows, words, first, scratch, *sweep = shared
         request, thread = lax.axis_index("request"), lax.axis_index("thread")
         number = lax.axis_index("program") if programs > 1 else jnp.int32(0)
@@ -203,7 +203,7 @@ def resolve(
 
         def fetch(misses: Array) -> None:
             pool_ref, hot_ref, base_ref, space_ref, group_ref = rows_refs
-            plan = host_rows, order, misses, number, programs
+            plan: list[Any] = [host_rows, order, misses, number, programs]
             if how.buckets:
                 lists, most = Lists(*sweep), -(-width // programs)
 
@@ -213,7 +213,7 @@ def resolve(
                     return indexed.gather(host_rows, m), indexed.gather(order, m)
 
                 in_address_order(program, lists, most, row_at, buckets=how.buckets, rows_per_space=rows_per_space)
-                plan = lists.from_rows, lists.to_rows, lax.div(misses - number + (programs - 1), jnp.int32(programs))
+                plan = [lists.from_rows, lists.to_rows, lax.div(misses - number + (programs - 1), jnp.int32(programs))]
             indexed.copy_rows(
                 pool_ref, hot_ref.at[group_ref[0]], *plan, threads=threads, aligned="source",
                 source_offset=space_ref[0] * rows_per_space, target_offset=base_ref[request], in_flight=how.in_flight,
@@ -246,7 +246,7 @@ def resolve(
                 rounds(width, plan(misses), zero)
                 publish_counters(active - misses, ring_hits, misses)
 
-            if rows_refs is not None:
+            if rows_refs:
                 fetch(misses)
 
         @pl.when(length <= hot_slots)
@@ -274,7 +274,7 @@ def resolve(
     ]
     if how.buckets:
         scratch_types += Lists.types(-(-width // programs), how.buckets)
-    cluster = {"cluster": (programs,), "cluster_names": ("program",)} if programs > 1 else {}
+    cluster: dict[str, Any] = {"cluster": (programs,), "cluster_names": ("program",)} if programs > 1 else {}
     run = plgpu.kernel(
         resolve_kernel, out_type=out_type, grid=(requests,), grid_names=("request",), num_threads=threads,
         thread_name="thread", scratch_types=scratch_types, **cluster,
