@@ -77,9 +77,7 @@ def decode(opened: Opened, params: list, case: dict, residency: str, **sizes: in
 def check_logits(engine: Engine, case: dict) -> None:
     [done] = engine.completions
     assert done.tokens == case["generated_ids"].tolist()
-    for ours, ids, want, total in zip(
-        done.logits, case["top_ids"], case["top_logits"], case["logsumexp"], strict=True
-    ):
+    for ours, ids, want, total in zip(done.logits, case["top_ids"], case["top_logits"], case["logsumexp"], strict=True):
         assert np.abs(ours[ids] - want).max() < LOGITS_LIMIT
         assert abs(np.logaddexp.reduce(ours.astype(np.float64)) - total) < LOGITS_LIMIT
 
