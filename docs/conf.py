@@ -3,6 +3,7 @@
 
 project = "HiSparse for JAX"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+napoleon_use_ivar = True
 html_theme = "furo"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
