@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the top-k kernel is launched: derived from sizes, as no launch has been measured yet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SHARE = 128  # positions of a program are a multiple of this, so that its bitmaps begin with a whole word
+RESIDENT_BYTES = 128 * 1024  # of keys that a program keeps in shared memory
+_MULTIPROCESSORS = 132
+
+
+class Tuning(NamedTuple):
+    """Launch of index_topk.
+
+    Attributes:
+      programs: of a row (a cluster: at most 8).
+      threads: warpgroups of a program, at most 8.
+      in_flight: loads of 16 bytes a lane has under way.
+      resident: whether the keys of a program are kept in shared memory.
+    """
+
+    programs: int = 1
+    threads: int = 8
+    in_flight: int = 4
+    resident: bool = True
+
+
+def share_of(context: int, programs: int) -> int:
+    """Positions that a program covers at most."""
+    return -(-context // (programs * SHARE)) * SHARE
+
+
+def shared_bytes(share: int, *, resident: bool) -> int:
+    """Shared memory of a program: histograms, two bitmaps, keys if they are kept, scratch."""
+    return 5 * 4096 + share // 4 + 4 * share * resident + 4096
+
+
+def tuning(rows: int, context: int) -> Tuning:
+    """The smallest cluster whose programs can keep their keys and that gives every multiprocessor work."""
+    programs = 1
+    while programs < 8 and (
+        4 * share_of(context, programs) > RESIDENT_BYTES or (2 * rows * programs <= _MULTIPROCESSORS and context >= 8192)
+    ):
+        programs *= 2
+    return Tuning(programs=programs, resident=4 * share_of(context, programs) <= RESIDENT_BYTES)
