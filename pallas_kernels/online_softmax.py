@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax attention tile by tile on the tensor cores, and the merge of its parts: shared by the attention kernels.
+
+A warpgroup holds 64 rows (heads) of the output in registers. Logits are kept in units of log2, and the running maximum
+starts at a finite number, so that nothing is NaN where nothing has been attended yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.indexed import interpreting
+
+HEADS = 64  # rows of a wgmma tile
+TOKENS = 64  # records (or tokens) of a tile
+PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, so that the order of sums depends on shapes alone
+_NOTHING = -1e30  # maximum before anything is attended, in units of log2
+_ROW, _COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+_LOG2_E = math.log2(math.e)
+
+
+class Split(NamedTuple):
+    """How K tiles are shared out: each of `parts` programs takes `tiles` of them, the last ones past the end."""
+
+    parts: int
+    tiles: int
+
+
+def split(programs: int, tokens: int, *, target: int = PROGRAMS, least: int = 2) -> Split:
+    """Parts that so many programs are split into, by shape only, so that `target` programs are busy.
+
+    Args:
+      programs: there would be without splitting.
+      tokens: keys that each of them attends to.
+      target: programs to aim at, never exceeded by splitting.
+      least: tiles of a part, if there are as many.
+    """
+    tiles = max(1, -(-tokens // TOKENS))
+    parts = max(1, min(target // programs, tiles // least))
+    each = -(-tiles // parts)
+    return Split(-(-tiles // each), each)
+
+
+class Softmax(NamedTuple):
+    """Sum of values weighted by `exp2(logit - top)`, `[64, C]`; largest logit so far and sum of weights, `[64]`."""
+
+    out: Array
+    top: Array
+    total: Array
+
+
+def start(columns: int) -> Softmax:
+    """Nothing attended yet."""
+    out = plgpu.layout_cast(jnp.zeros((HEADS, columns), jnp.float32), plgpu.Layout.WGMMA)
+    top = plgpu.layout_cast(jnp.full((HEADS,), _NOTHING, jnp.float32), _ROW)
+    return Softmax(out, top, plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _ROW))
+
+
+def per_token(ref: Any) -> Array:
+    """`[64]` of SMEM, one for each column of the logits."""
+    return plgpu.load(ref, layout=_COLUMN, optimized=False)
+
+
+def step(state: Softmax, query: Any, key: Any, value: Any, shown: Callable[[], Array], scale: float) -> Softmax:
+    """Attends to a tile.
+
+    Args:
+      query: bf16 `[64, D]` and key: bf16 `[64, D]` in SMEM; value: bf16 `[64, C]` in SMEM.
+      shown: gives bool `[64, 64]`, which head may see which token.
+      scale: factor of the logits.
+    """
+
+    def logits(acc: Any) -> Array:
+        plgpu.wgmma(acc, query, key.transpose((1, 0)))
+        return acc[...]
+
+    products = pl.run_scoped(logits, plgpu.ACC((HEADS, TOKENS), jnp.float32))
+    products = jnp.where(shown(), products * (scale * _LOG2_E), -jnp.inf)
+    top = jnp.maximum(state.top, products.max(axis=1))
+    shrink = jnp.exp2(state.top - top)
+    weight = jnp.exp2(products - lax.broadcast_in_dim(top, products.shape, [0]))
+    total = state.total * shrink + weight.sum(axis=1)
+    out = state.out * lax.broadcast_in_dim(shrink, state.out.shape, [0])
+    return Softmax(_accumulate(out, weight.astype(jnp.bfloat16), value), top, total)
+
+
+def _accumulate(out: Array, weight: Array, value: Any) -> Array:
+    """`out + weight @ value`, the sum in place in the tensor cores' registers."""
+    if interpreting():  # has no run_state
+        return out + jnp.dot(weight.astype(jnp.float32), value[...].astype(jnp.float32))
+    multiply: Any = pl.run_state(lambda acc: plgpu.wgmma(acc, weight, value))
+    return multiply(plgpu.ACC.init(out))
+
+
+def finish(state: Softmax) -> tuple[Array, Array]:
+    """Mean of the values `[64, C]`, 0 where nothing was attended, and natural log-sum-exp `[64]`, -inf there."""
+    some = state.total > 0
+    total = jnp.where(some, state.total, 1.0)
+    out = state.out * lax.broadcast_in_dim(1.0 / total, state.out.shape, [0])
+    return out, jnp.where(some, state.top * math.log(2) + jnp.log(total), -jnp.inf)
+
+
+def merge(outs: Array, sums: Array) -> tuple[Array, Array]:
+    """Means and log-sum-exps of parts, float32 `[parts, ..., C]` and `[parts, ...]`, as those of the whole.
+
+    Parts are added in their order, so the result is the same to the last bit whatever program this is compiled into.
+    """
+    parts = sums.shape[0]
+    if parts == 1:
+        return outs[0], sums[0]
+    outs, sums = lax.optimization_barrier((outs, sums))
+    top = jnp.max(sums, axis=0)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    weights = jnp.exp(sums - top[None])
+    total, out = weights[0], weights[0, ..., None] * outs[0]
+    for i in range(1, parts):
+        total, out = total + weights[i], out + weights[i, ..., None] * outs[i]
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    return lax.optimization_barrier((out, jnp.log(total) + top))

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over selected latent records as a Mosaic GPU kernel.
+
+A program attends with up to 64 heads of one request to one part of its places, 64 records (a tile) at a time. Three
+warpgroups, with two tiles in shared memory:
+
+* the producer looks up places, and copies (fp8: dequantises) rows into a swizzled tile `[64, 576]`;
+* two consumers each compute the logits of the tile, `q k^T`, and its softmax, in registers, and then each adds up half
+  of the columns: the value of a record is the first 512 columns of the tile it has as a key. Both compute the same
+  logits; that costs a third more products than sharing them would, and saves their exchange at every tile.
+
+```
+producer:  rows of tile t+1 -> copies of tile t (when consumers released its stage) -> ready[stage]
+consumers: ready[stage] -> logits -> softmax -> values -> consumed[stage]
+```
+With several parts the results are merged by their log-sum-exp, in order. How many parts there are depends on shapes
+alone, and places only on where a row is read: results don't depend on where rows lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import indexed, online_softmax, tiles
+from pallas_kernels.online_softmax import HEADS, TOKENS
+from pallas_kernels.row_format import RowFormat
+from pallas_kernels.sparse_mla.tuning import Tuning, head_tiles, tuning
+
+CONSUMERS = 2
+LATENT, ROPE = 512, 64
+
+
+def unsupported(heads: int, row: RowFormat) -> str | None:
+    """Why the kernel can't take these sizes, or None."""
+    if (row.latent, row.rope) != (LATENT, ROPE):
+        return f"the kernel has records of {LATENT} + {ROPE} numbers, got {row.latent} + {row.rope}"
+    if row.record == "float32":
+        return "the kernel has bfloat16 and fp8 records, got float32"
+    if heads % head_tiles(heads):
+        return f"{heads} heads can't be shared out evenly over {head_tiles(heads)} programs of at most {HEADS}"
+    return None
+
+
+def sparse_mla(
+    query: Array, hot_rows: Array, group: Array, place: Array, *, row: RowFormat, scale: float,
+    how: Tuning | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """See `pallas_kernels.sparse_mla.sparse_mla`. `how.split` must cover all places."""
+    requests, heads, width = query.shape
+    selected, slots = place.shape[1], hot_rows.shape[1]
+    how = how or tuning(requests, heads, selected, row.record == "fp8")
+    (parts, part_tiles), stages = how.split, how.stages
+    head_programs = head_tiles(heads)
+    own_heads = heads // head_programs
+    columns = row.latent // CONSUMERS
+    rings = stages + 1
+    query = query.astype(jnp.bfloat16)
+
+    def mla_kernel(
+        query_ref: Any, hot_ref: Any, group_ref: Any, place_ref: Any, out_ref: Any, sum_ref: Any, query_tile: Any,
+        tile: Any, items: Any, ready: Any, consumed: Any,
+    ) -> None:  # fmt: skip
+        program, thread = lax.axis_index("program"), lax.axis_index("thread")
+        first_head = lax.rem(program, jnp.int32(head_programs)) * own_heads
+        rest = lax.div(program, jnp.int32(head_programs))
+        part, request = lax.rem(rest, jnp.int32(parts)), lax.div(rest, jnp.int32(parts))
+        rows_ref, place_ref = hot_ref.at[group_ref[0]], place_ref.at[request]
+
+        def locate(number: Any) -> None:
+            """Slots of the records of a tile, -1 where there is none, into its place in the ring."""
+            lane = indexed.positions(indexed.LANES)
+            at = (part * part_tiles + number) * TOKENS + lane
+            slot = indexed.gather(place_ref, jnp.where((lane < TOKENS) & (at < selected), at, -1))
+            slot = jnp.minimum(slot, slots - 1)
+            indexed.scatter(items.at[lax.rem(number, jnp.int32(rings))], jnp.where(lane < TOKENS, lane, -1), slot)
+
+        def copy(stage: Any, ring: Any) -> None:
+            if row.record == "fp8":
+                tiles.gather_fp8_tile(
+                    tile.at[stage], rows_ref, items.at[ring], item_bytes=row.row_bytes, latent=row.latent
+                )
+            else:
+                tiles.gather_tile(tile.at[stage], rows_ref, items.at[ring], item_bytes=row.row_bytes)
+
+        def produce() -> None:
+            lane = indexed.positions(indexed.LANES)
+            head = jnp.where(lane < own_heads, request * heads + first_head + lane, -1)
+            indexed.scatter(items.at[rings - 1], jnp.where(lane < HEADS, lane, -1), head)
+            locate(jnp.int32(0))
+            plgpu.commit_smem()
+            tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
+            lag = stages - 2  # tiles whose copies may still be on their way when the next one begins
+
+            def one(number: Any, _: Any) -> Any:
+                stage = lax.rem(number, jnp.int32(stages))
+
+                @pl.when(number >= stages)
+                def _wait() -> None:
+                    plgpu.barrier_wait(consumed.at[stage])
+
+                copy(stage, lax.rem(number, jnp.int32(rings)))
+                tiles.commit_copies()
+                locate(number + 1)  # past the last one too, into a place of the ring that nobody reads
+                tiles.copies_done(lag)
+
+                @pl.when(number >= lag)
+                def _arrive() -> None:
+                    plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
+
+                return _
+
+            lax.fori_loop(0, part_tiles, one, jnp.int32(0))
+            for number in range(max(0, part_tiles - lag), part_tiles):
+                tiles.copies_done(part_tiles - 1 - number)
+                plgpu.barrier_arrive(ready.at[number % stages])
+            for number in range(max(0, part_tiles - stages), part_tiles):  # leaves no phase unobserved
+                plgpu.barrier_wait(consumed.at[number % stages])
+
+        def consume(own: int) -> None:
+            def one(number: Any, state: Any) -> Any:
+                stage = lax.rem(number, jnp.int32(stages))
+                plgpu.barrier_wait(ready.at[stage])
+
+                def shown() -> Array:
+                    item = online_softmax.per_token(items.at[lax.rem(number, jnp.int32(rings))])
+                    return lax.broadcast_in_dim(item, (HEADS, TOKENS), [1]) >= 0
+
+                value = tile.at[stage, :, pl.ds(own * columns, columns)]
+                state = online_softmax.step(state, query_tile, tile.at[stage], value, shown, scale)
+                plgpu.barrier_arrive(consumed.at[stage])
+                return state
+
+            state = lax.fori_loop(0, part_tiles, one, online_softmax.start(columns))
+            out, total = online_softmax.finish(state)
+            mine = pl.ds(first_head, own_heads)
+            tiles.store_rows(out_ref.at[part, request, mine, pl.ds(own * columns, columns)], out, plgpu.Layout.WGMMA)
+            if own == 0:
+                tiles.store_rows(sum_ref.at[part, request, mine], total, plgpu.Layout.WGMMA.reduce(1))
+
+        for own in range(CONSUMERS):
+
+            @pl.when(thread == own)
+            def _consume(own: int = own) -> None:
+                plgpu.set_max_registers(how.consumer_registers, action="increase")
+                consume(own)
+
+        @pl.when(thread == CONSUMERS)
+        def _produce() -> None:
+            plgpu.set_max_registers(how.producer_registers, action="decrease")
+            produce()
+
+    run = plgpu.kernel(
+        mla_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((parts, requests, heads, row.latent), jnp.float32),
+            jax.ShapeDtypeStruct((parts, requests, heads), jnp.float32),
+        ),
+        grid=(requests * parts * head_programs,), grid_names=("program",), num_threads=CONSUMERS + 1,
+        thread_name="thread",
+        scratch_types=[
+            plgpu.SMEM((HEADS, width), jnp.bfloat16, transforms=tiles.TILED),
+            plgpu.SMEM((stages, TOKENS, width), jnp.bfloat16, transforms=tiles.TILED),
+            plgpu.SMEM((rings, TOKENS), jnp.int32),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )  # fmt: skip
+    return online_softmax.merge(*run(query, hot_rows, group.reshape(1), place))

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the latent attention kernel is launched: a function of shapes alone, so that the order of its sums is too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pallas_kernels.online_softmax import HEADS, Split, split
+
+# Whether `auto` takes the kernel where it can run. To be set once benchmarks and GPU tests have passed on a GPU.
+PROVED = False
+
+
+class Tuning(NamedTuple):
+    """A launch.
+
+    Attributes:
+      split: parts of K, and tiles of 64 records of a part.
+      stages: tiles in shared memory at a time; each takes 72 KiB, so 2 is what fits.
+      consumer_registers, producer_registers: of a lane, multiples of 8; two consumer warpgroups and the producer share
+        65536 registers.
+    """
+
+    split: Split
+    stages: int = 2
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+
+def head_tiles(heads: int) -> int:
+    """Programs that share the heads of a request."""
+    return -(-heads // HEADS)
+
+
+def tuning(requests: int, heads: int, selected: int, fp8: bool) -> Tuning:
+    """The launch for R, N and K. Dequantising takes registers, which the producer gets from the consumers."""
+    parts = split(requests * head_tiles(heads), selected)
+    return Tuning(parts, consumer_registers=216, producer_registers=72) if fp8 else Tuning(parts)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention kernels need beyond `indexed`: selected rows into swizzled tiles for the tensor cores, rows out.
+
+TMA can't gather single rows into a tile that wgmma reads (a one-row slice of a tiled ref is refused), so each lane
+copies 16 bytes, without waiting, to where the swizzle wants them. Like the words of `indexed`, whose emission helpers
+these are written with, each has its `jax.numpy` twin under interpretation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.indexed import (
+    LANES,
+    _block_lane,
+    _c,
+    _compare,
+    _emit,
+    _i32,
+    _load,
+    arith,
+    interpreting,
+    ir,
+    llvm,
+)
+
+_REF = plgpu.RefType()
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # how a bf16 tile lies in shared memory
+_CHUNK = 16  # bytes a lane copies at once; 8 lanes share a row, so that a warp reads 4 times 128 bytes
+_ROWS_A_PASS = LANES // 8
+
+
+def _tile_places(tile: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """For a lane: row and 32-bit address of its chunk of the first 64 columns, for each pass; and its chunk's number.
+
+    In a piece of 8 rows x 64 columns (1 KiB), chunk c of row r lies at chunk c xor r; the pieces of 8 rows follow each
+    other in a row of pieces, so the next 64 columns are 1 KiB further on.
+    """
+    pieces_down, pieces_across, _, _ = ir.MemRefType(tile.type).shape
+    lane = arith.andi(_block_lane(), _c(LANES - 1))
+    chunk, row = arith.andi(lane, _c(7)), arith.shrui(lane, _c(3))
+    base = llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(tile))
+    inside = arith.addi(
+        arith.muli(arith.andi(row, _c(7)), _c(128)), arith.muli(arith.xori(chunk, arith.andi(row, _c(7))), _c(_CHUNK))
+    )
+    base = arith.addi(arith.addi(base, inside), arith.muli(arith.shrui(row, _c(3)), _c(pieces_across * 1024)))
+    passes = range(pieces_down * 8 // _ROWS_A_PASS)
+    step = _ROWS_A_PASS // 8 * pieces_across * 1024
+    return [(arith.addi(row, _c(p * _ROWS_A_PASS)), arith.addi(base, _c(p * step))) for p in passes], chunk
+
+
+def _row_address(source: Any, row: Any, row_bytes: int, offset: Any) -> Any:
+    """64-bit address of byte `offset` of a row."""
+    i64 = ir.IntegerType.get_signless(64)
+    base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(source))
+    return arith.addi(arith.addi(base, arith.muli(arith.extsi(i64, row), mgpu.c(row_bytes, i64))),
+                      arith.extsi(i64, offset))  # fmt: skip
+
+
+def _copy_async(to_address: Any, from_address: Any, take: Any, to_offset: int, from_offset: int) -> None:
+    """16 bytes from global to shared memory without waiting, or 16 zero bytes where `take` is 0 instead of 16."""
+    copy = f"cp.async.cg.shared.global [$0+{to_offset}], [$1+{from_offset}], 16, $2;"
+    mgpu_utils.inline_ptx(copy, to_address, from_address, take, has_side_effects=True)
+
+
+def gather_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, offset: Array | int = 0) -> None:
+    """`tile[i] = bytes of source at item items[i]`, zeros where that is negative; a copy to wait for by `copies_done`.
+
+    One warpgroup; `items` must have been written before its last barrier.
+
+    Args:
+      tile: bf16 `[rows, columns]` in SMEM, `TILED`; rows a multiple of 16.
+      source: anything in GMEM whose first byte is 16-byte aligned; item i begins at byte `i * item_bytes + offset`,
+        which must be a multiple of 16 too.
+      items: int32 `[at least rows]` in SMEM.
+      item_bytes, offset: bytes; the offset may be a scalar of the kernel.
+    """
+    rows, columns = tile.shape
+    if interpreting():
+        at = jnp.maximum(items[...][:rows], 0)
+        data = lax.bitcast_convert_type(source[...].reshape(-1), jnp.uint8).reshape(-1)
+        columns_at = jnp.asarray(offset, jnp.int32) + jnp.arange(2 * columns, dtype=jnp.int32)
+        taken = data[at[:, None] * item_bytes + columns_at[None]]
+        taken = jnp.where(items[...][:rows, None] >= 0, taken, 0)
+        tile[...] = lax.bitcast_convert_type(taken.reshape(rows, columns, 2), jnp.bfloat16)
+        return
+
+    @_emit((plgpu.RefType(TILED), _REF, _REF, _SCALAR))
+    def emit(ctx: Any, tile: Any, source: Any, items: Any, offset: Any) -> None:
+        places, chunk = _tile_places(tile)
+        offset = arith.addi(offset.registers.item(), arith.muli(chunk, _c(_CHUNK)))
+        for row, to_address in places:
+            item = _load(items, row)
+            take = arith.select(_compare("sge", item, _c(0)), _c(_CHUNK), _c(0))
+            address = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, offset)
+            for piece in range(columns // 64):
+                _copy_async(to_address, address, take, piece * 1024, piece * 128)
+
+    emit(tile, source, items, jnp.asarray(offset, jnp.int32))
+
+
+def gather_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int) -> None:
+    """As `gather_tile`, for records of e4m3 values, float32 scales of 128 of them each, and 64 bf16 numbers.
+
+    `tile[i, :latent] = bf16(float32(value) * scale)`, rounded to nearest even, then the 64 numbers as they are.
+
+    Args:
+      latent: values of a record, a multiple of 128.
+    """
+    rows, columns = tile.shape
+    pieces = latent // 64
+    if interpreting():
+        words = source[...][jnp.maximum(items[...][:rows], 0)]
+        values, scales, rest = jnp.split(words, [latent // 4, latent // 4 + latent // 128], axis=-1)
+        values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn).reshape(rows, latent).astype(jnp.float32)
+        scales = jnp.repeat(lax.bitcast_convert_type(scales, jnp.float32), 128, axis=-1)
+        rope = lax.bitcast_convert_type(rest[:, : (columns - latent) // 2], jnp.bfloat16).reshape(rows, -1)
+        record = jnp.concatenate([(values * scales).astype(jnp.bfloat16), rope], axis=-1)
+        tile[...] = jnp.where(items[...][:rows, None] >= 0, record, jnp.bfloat16(0))
+        return
+
+    @_emit((plgpu.RefType(TILED), _REF, _REF))
+    def emit(ctx: Any, tile: Any, source: Any, items: Any) -> None:
+        f32, i16, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(16), _i32()
+        global_, shared = llvm.PointerType.get(1), llvm.PointerType.get(3)
+        pair, half2 = ir.VectorType.get((2,), i32), ir.VectorType.get((2,), ir.F16Type.get())
+        four, four_scales = ir.VectorType.get((4,), i32), ir.VectorType.get((latent // 128,), f32)
+        places, chunk = _tile_places(tile)
+
+        def at(address: Any, byte: int) -> Any:
+            return llvm.inttoptr(global_, arith.addi(address, mgpu.c(byte, address.type)))
+
+        def element(vector: Any, i: int) -> Any:
+            return llvm.extractelement(vector, _c(i))
+
+        def numbers(word: Any, scale: Any) -> list[Any]:
+            """Four e4m3 as two words of two bf16."""
+            out = []
+            for shift in (0, 16):
+                two = arith.trunci(i16, arith.shrui(word, _c(shift)))
+                halves = mgpu_utils.inline_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", two, result_types=i32)
+                halves = llvm.bitcast(half2, halves)
+                low, high = (arith.mulf(arith.extf(f32, element(halves, i)), scale) for i in (0, 1))
+                out.append(mgpu_utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=i32))
+            return out
+
+        for row, to_address in places:
+            item = _load(items, row)
+            known = _compare("sge", item, _c(0))
+            address = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, _c(0))
+            scales = llvm.load(four_scales, at(address, latent), alignment=16)
+            own = arith.addi(address, arith.extsi(address.type, arith.muli(chunk, _c(8))))
+            loaded = [llvm.load(pair, at(own, 64 * piece), alignment=8) for piece in range(pieces)]
+            take = arith.select(known, _c(_CHUNK), _c(0))
+            rope = arith.addi(own, arith.extsi(own.type, arith.muli(chunk, _c(8))))
+            _copy_async(to_address, rope, take, pieces * 1024, latent + latent // 32)
+            for piece, words in enumerate(loaded):
+                scale = element(scales, piece // 2)
+                made = [w for i in (0, 1) for w in numbers(element(words, i), scale)]
+                value = llvm.mlir_undef(four)
+                for i, word in enumerate(made):
+                    value = llvm.insertelement(value, arith.select(known, word, _c(0)), _c(i))
+                llvm.store(value, llvm.inttoptr(shared, arith.addi(to_address, _c(piece * 1024))), alignment=16)
+
+    emit(tile, source, items)
+
+
+def commit_copies() -> None:
+    """The copies this lane has begun since the last call are one group."""
+    if interpreting():
+        return
+
+    @_emit(())
+    def emit(ctx: Any) -> None:
+        mgpu_utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+    emit()
+
+
+def copies_done(but: int = 0) -> None:
+    """All groups of copies but the last `but` are there for the tensor cores too, whichever lane began them."""
+    if not interpreting():
+
+        @_emit(())
+        def emit(ctx: Any) -> None:
+            mgpu_utils.inline_ptx(f"cp.async.wait_group {but};", has_side_effects=True)
+
+        emit()
+    plgpu.commit_smem()
+
+
+def store_rows(target: Any, values: Array, layout: Any) -> None:
+    """The first rows of a register array to GMEM: `target[...] = values[: rows of target]`.
+
+    Args:
+      target: float32 `[rows, n]` or `[rows]` in GMEM.
+      values: float32, at least as many rows, in this (tiled) layout.
+    """
+    rows = target.shape[0]
+    if interpreting():
+        target[...] = values[:rows]
+        return
+
+    @_emit((_REF, layout))
+    def emit(ctx: Any, target: Any, values: Any) -> None:
+        strides, _ = ir.MemRefType(target.type).get_strides_and_offset()
+        base = mgpu_utils.memref_ptr(target)
+        places = values.layout.thread_idxs(values.shape)
+        for where, value in zip(places, values.registers.flat, strict=True):
+            row, *column = (arith.index_cast(_i32(), i) for i in where)
+            at = arith.addi(arith.muli(row, _c(strides[0])), column[0]) if column else row
+            with mgpu.when(_compare("slt", row, _c(rows))):
+                llvm.store(value, mgpu_utils.getelementptr(base, [at], ir.F32Type.get()))
+
+    emit(target, values)
