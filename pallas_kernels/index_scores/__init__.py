@@ -7,10 +7,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common import Implementation, check, choose
-from pallas_kernels.index_scores import dsa, reference
+from pallas_kernels.index_scores import dsa, mosaic_gpu, reference
 from pallas_kernels.index_scores.dsa import key_scores
 
 __all__ = ["dsa_scores", "key_scores", "quest_scores"]
+
+PROVED = False  # whether the kernels have passed their tests on a GPU; until then "auto" doesn't take them
+
+
+def _choose(implementation: str, operation: str, reason: str | None) -> str:
+    if implementation == "auto" and not PROVED:
+        reason = reason or "not yet proved on a GPU"
+    return choose(implementation, operation, reason)
 
 
 def quest_scores(
@@ -35,13 +43,15 @@ def quest_scores(
     requests, groups, _, channels = query.shape
     check("quest_scores", "key_min", key_min, (None, requests, None, groups, channels))
     check("quest_scores", "key_max", key_max, key_min.shape, key_min.dtype)
-    choose(implementation, "quest_scores")
-    return reference.quest_scores(query, key_min, key_max, jnp.asarray(layer, jnp.int32))
+    layer = jnp.asarray(layer, jnp.int32)
+    if _choose(implementation, "quest_scores", mosaic_gpu.quest_unsupported(query, key_min)) == "mosaic_gpu":
+        return mosaic_gpu.quest_scores(query, key_min, key_max, layer)
+    return reference.quest_scores(query, key_min, key_max, layer)
 
 
 def dsa_scores(
     query: Array, weight: Array, keys: Array, key_scale: Array | None, layer: Array | int, *, scale: float,
-    implementation: Implementation = "auto",
+    length: Array | None = None, implementation: Implementation = "auto",
 ) -> Array:  # fmt: skip
     """Scores of the lightning indexer (DeepSeek-V3.2 report, equation 1).
 
@@ -54,6 +64,7 @@ def dsa_scores(
       key_scale: float32 `[L, R, S]`, what e4m3 keys are multiplied by; None for the other types.
       layer: int32 scalar.
       scale: positive factor of the products.
+      length: int32 `[R]`, how many keys of each request count, so that the others needn't be read; None: all.
       implementation: "auto", "xla" or "mosaic_gpu".
     Returns:
       float32 `[R, S]`; keys past a request's length give values that mean nothing.
@@ -68,5 +79,9 @@ def dsa_scores(
         raise ValueError(f"dsa_scores: key_scale goes with float8_e4m3fn keys and with no others, got {keys.dtype}")
     if key_scale is not None:
         check("dsa_scores", "key_scale", key_scale, keys.shape[:3], jnp.float32)
-    choose(implementation, "dsa_scores")
-    return dsa.dsa_scores(query, weight, keys, key_scale, jnp.asarray(layer, jnp.int32), scale=scale)
+    if length is not None:
+        check("dsa_scores", "length", length, (requests,), jnp.int32)
+    layer = jnp.asarray(layer, jnp.int32)
+    if _choose(implementation, "dsa_scores", mosaic_gpu.dsa_unsupported(query, keys)) == "mosaic_gpu":
+        return mosaic_gpu.dsa_scores(query, weight, keys, key_scale, layer, scale=scale, length=length)
+    return dsa.dsa_scores(query, weight, keys, key_scale, layer, scale=scale)

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.common import Implementation, check, choose
-from pallas_kernels.index_topk import reference
+from pallas_kernels.index_topk import mosaic_gpu, reference
 
 __all__ = ["index_topk"]
+
+PROVED = False  # whether the kernel has passed its tests on a GPU; until then "auto" doesn't take it
 
 
 def index_topk(scores: Array, length: Array, k: int, *, implementation: Implementation = "auto") -> Array:
@@ -31,5 +33,9 @@ def index_topk(scores: Array, length: Array, k: int, *, implementation: Implemen
     check("index_topk", "length", length, (scores.shape[0],), jnp.int32)
     if k < 1:
         raise ValueError(f"index_topk: k must be at least 1, got {k}")
-    choose(implementation, "index_topk")
+    reason = mosaic_gpu.unsupported(scores.shape[1])
+    if implementation == "auto" and not PROVED:
+        reason = reason or "not yet proved on a GPU"
+    if choose(implementation, "index_topk", reason) == "mosaic_gpu":
+        return mosaic_gpu.index_topk(scores, length, k)
     return reference.index_topk(scores, length, k)

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import indexed
-from pallas_kernels.index_topk.tuning import SHARE, Tuning, shared_bytes, share_of, tuning
+from pallas_kernels.index_topk.tuning import SHARE, Tuning, share_of, shared_bytes, tuning
 from pallas_kernels.program import Program
 
 SHARED_BYTES = 220 * 1024  # of the 227 KiB a program can have
@@ -32,9 +32,10 @@ SHIFTS = (21, 10, 0)  # of the digits
 DIGITS = (1 << 11, 1 << 11, 1 << 10)
 
 
-def unsupported(context: int, k: int) -> str | None:
+def unsupported(context: int) -> str | None:
     """Why the kernel can't take rows of so many scores, or None."""
-    del k  # only the output has it
+    if not context:
+        return "rows without scores"
     need = shared_bytes(share_of(context, 8), resident=False)
     if need > SHARED_BYTES:
         return f"S = {context} needs {need} bytes of shared memory, it has {SHARED_BYTES}"
@@ -199,7 +200,7 @@ def index_topk(scores: Array, length: Array, k: int, *, how: Tuning | None = Non
         plgpu.SMEM((4, indexed.MAX_WARPS), jnp.int32),
         plgpu.SMEM((share_size if how.resident else 32,), jnp.int32),
     ]
-    cluster = {"cluster": (programs,), "cluster_names": ("program",)} if programs > 1 else {}
+    cluster: dict[str, Any] = {"cluster": (programs,), "cluster_names": ("program",)} if programs > 1 else {}
     return plgpu.kernel(
         index_topk_kernel, out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32), grid=(rows,), grid_names=("row",),
         num_threads=threads, thread_name="thread", scratch_types=scratch_types, **cluster,

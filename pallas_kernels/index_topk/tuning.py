@@ -38,9 +38,13 @@ def shared_bytes(share: int, *, resident: bool) -> int:
 
 def tuning(rows: int, context: int) -> Tuning:
     """The smallest cluster whose programs can keep their keys and that gives every multiprocessor work."""
+
+    def keeps(programs: int) -> bool:
+        return 4 * share_of(context, programs) <= RESIDENT_BYTES
+
     programs = 1
     while programs < 8 and (
-        4 * share_of(context, programs) > RESIDENT_BYTES or (2 * rows * programs <= _MULTIPROCESSORS and context >= 8192)
+        not keeps(programs) or (2 * rows * programs <= _MULTIPROCESSORS and context >= 8192 * programs)
     ):
         programs *= 2
-    return Tuning(programs=programs, resident=4 * share_of(context, programs) <= RESIDENT_BYTES)
+    return Tuning(programs=programs, resident=keeps(programs))

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores that a top-k gets wrong, and inputs of the index scores."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from hisparse_jax.records import quantise_keys
+from tests import oracles
+
+
+def _choice(*values: float):
+    return lambda rng, shape: rng.choice(np.asarray(values, np.float32), shape)
+
+
+def _one_digit(rng, shape):
+    """All keys begin alike: the threshold is in the last digit."""
+    return (np.float32(1) + rng.integers(0, 512, shape) * np.finfo(np.float32).eps).astype(np.float32)
+
+
+def _zeros_between(rng, shape):
+    """Many zeros of both signs among a few others, as of a relu and weights of both signs."""
+    values = np.where(rng.random(shape) < 0.9, 0.0, rng.standard_normal(shape)).astype(np.float32)
+    return np.copysign(values, rng.standard_normal(shape).astype(np.float32) * (values == 0) + values)
+
+
+SCORES = {
+    "normal": lambda rng, shape: rng.standard_normal(shape).astype(np.float32),
+    "positive": lambda rng, shape: (5 + rng.random(shape)).astype(np.float32),
+    "wide": lambda rng, shape: np.ldexp(rng.standard_normal(shape), rng.integers(-90, 90, shape)).astype(np.float32),
+    "ties": lambda rng, shape: rng.integers(-2, 3, shape).astype(np.float32),
+    "all equal": lambda rng, shape: np.full(shape, -3.5, np.float32),
+    "one digit": _one_digit,
+    "zeros": _zeros_between,
+    "infinities": _choice(np.inf, -np.inf, 0.0, -0.0, 1.0, np.finfo(np.float32).max, -np.finfo(np.float32).max),
+    "minus infinity": _choice(-np.inf),
+    "infinity": _choice(np.inf),
+    "ascending": lambda rng, shape: np.broadcast_to(np.arange(shape[1], dtype=np.float32), shape).copy(),
+    "descending": lambda rng, shape: np.broadcast_to(-np.arange(shape[1], dtype=np.float32), shape).copy(),
+}
+
+
+def poison(scores: np.ndarray, length) -> np.ndarray:
+    """What lies past the length may hold anything."""
+    out = scores.copy()
+    for row, n in zip(out, length, strict=True):
+        row[n:] = np.resize(np.asarray([np.nan, np.inf, -np.nan, 3e38], np.float32), len(row) - n)
+    return out
+
+
+def expected_topk(scores: np.ndarray, length, k: int) -> np.ndarray:
+    return np.stack([oracles.top_k(row, n, k) for row, n in zip(scores, length, strict=True)])
+
+
+def dsa_inputs(kind: str, rows: int, heads: int, records: int, layers: int = 2):
+    """Query, weight, keys and scales, values about 1."""
+    rng = np.random.default_rng(records + heads)
+    query = jnp.asarray(rng.standard_normal((rows, heads, 128)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((rows, heads)), jnp.float32)
+    keys = jnp.asarray(rng.standard_normal((layers, rows, records, 128), np.float32))
+    if kind == "float8_e4m3fn":
+        return query, weight, *quantise_keys(keys)
+    return query, weight, keys.astype(kind), None
+
+
+def quest_inputs(rows: int, groups: int, heads: int, pages: int, layers: int = 2):
+    """Query, minima and maxima."""
+    rng = np.random.default_rng(pages)
+    query = jnp.asarray(rng.standard_normal((rows, groups, heads, 128)), jnp.bfloat16)
+    low = jnp.asarray(rng.standard_normal((layers, rows, pages, groups, 128)), jnp.bfloat16)
+    return query, low, low + jnp.asarray(rng.random(low.shape), jnp.bfloat16)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On the GPU: the index scores against float64, and the selection they lead to."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.index_scores import dsa_scores, mosaic_gpu, quest_scores, reference
+from pallas_kernels.index_scores.tuning import Tuning
+from pallas_kernels.index_topk import index_topk
+from tests.helpers import int32
+from tests.pallas_kernels.kernel_cases import needs_gpu
+from tests.pallas_kernels.selection_cases import dsa_inputs, quest_inputs
+
+pytestmark = needs_gpu
+LAUNCHES = [None, Tuning(64, 1, 1), Tuning(64, 3, 5), Tuning(128, 4, 2)]
+SCALE = 128**-0.5
+
+
+def exact(query, weight, keys, scales) -> tuple[np.ndarray, np.ndarray]:
+    """Scores in float64, and the sum of their absolute terms."""
+    keys = np.asarray(keys.astype(jnp.float32), np.float64)
+    keys = keys if scales is None else keys * np.asarray(scales, np.float64)[..., None]
+    query, weight = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, weight))
+    product = np.maximum(SCALE * np.einsum("rnd,rsd->rns", query, keys), 0)
+    terms = SCALE * np.einsum("rnd,rsd->rns", np.abs(query), np.abs(keys))
+    return np.einsum("rn,rns->rs", weight, product), np.einsum("rn,rns->rs", np.abs(weight), terms)
+
+
+@pytest.mark.parametrize("how", LAUNCHES, ids=str)
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("rows, heads, records", [(3, 32, 1024), (2, 64, 1000), (1, 8, 136), (5, 128, 4096)])
+def test_dsa_scores(rows, heads, records, kind, how):
+    """A sum of 128 products and of the heads rounds by at most (128 + N) eps of its absolute terms."""
+    query, weight, keys, scales = dsa_inputs(kind, rows, heads, records)
+    length = np.random.default_rng(0).integers(0, records + 1, rows)
+    length[0] = records
+    run = jax.jit(functools.partial(mosaic_gpu.dsa_scores, scale=SCALE, how=how))
+    got = np.asarray(run(query, weight, keys, scales, jnp.int32(1), length=int32(length)))
+    want, terms = exact(query, weight, keys[1], None if scales is None else scales[1])
+    for r, n in enumerate(length):
+        error = np.abs(got[r, :n] - want[r, :n])
+        assert np.all(error <= (128 + heads) * np.finfo(np.float32).eps * terms[r, :n]), (r, error.max())
+    assert np.isfinite(got).all()
+    again = np.asarray(run(query, weight, keys, scales, jnp.int32(1), length=int32(length)))
+    np.testing.assert_array_equal(got, again)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
+def test_every_key_has_its_own_score(kind):
+    """Keys and heads that say where they are: a wrong tile, swizzle or transpose can't hide behind rounding."""
+    records, heads = 640, 32
+    query = jnp.zeros((2, heads, 128)).at[:, jnp.arange(heads), jnp.arange(heads)].set(1).astype(jnp.bfloat16)
+    weight = jnp.asarray(2.0 ** -jnp.arange(heads), jnp.float32)[None] * jnp.ones((2, 1))
+    number = jnp.arange(records)
+    bits = (number[:, None] >> (jnp.arange(128) % 10)[None]) & 1
+    keys = jnp.broadcast_to(bits, (2, 2, records, 128)).astype(kind)
+    keys = keys * jnp.asarray([1, 2], keys.dtype)[:, None, None, None] if kind == "bfloat16" else keys
+    scales = None if kind == "bfloat16" else jnp.ones((2, 2, records)) * jnp.asarray([1.0, 2.0])[:, None, None]
+    got = jax.jit(functools.partial(mosaic_gpu.dsa_scores, scale=1.0))(query, weight, keys, scales, jnp.int32(1))
+    want = 2 * (np.asarray(bits)[:, :heads] * 2.0 ** -np.arange(heads)).sum(-1)
+    np.testing.assert_allclose(np.asarray(got), np.broadcast_to(want, got.shape), rtol=1e-6)
+
+
+def test_queries_of_all_sizes():
+    """Heads far apart in size, and a head of zeros: the shift to float16 loses nothing."""
+    query, weight, keys, scales = dsa_inputs("float8_e4m3fn", 2, 16, 512)
+    query = query * jnp.asarray(2.0 ** jnp.arange(-60, 100, 10), jnp.bfloat16)[None, :, None]
+    query = query.at[:, 3].set(0)
+    weight = weight * 2.0 ** -jnp.arange(-60, 100, 10)
+    got = jax.jit(functools.partial(mosaic_gpu.dsa_scores, scale=SCALE))(query, weight, keys, scales, jnp.int32(0))
+    want, terms = exact(query, weight, keys[0], scales[0])
+    assert np.all(np.abs(got - want) <= 160 * np.finfo(np.float32).eps * terms)
+
+
+def test_the_selection_is_that_of_the_scores():
+    query, weight, keys, scales = dsa_inputs("float8_e4m3fn", 4, 32, 8192)
+    length = int32([8192, 5000, 2048, 1])
+
+    @jax.jit
+    def select(query, weight, keys, scales):
+        scores = dsa_scores(
+            query, weight, keys, scales, 1, scale=SCALE, length=length, implementation="mosaic_gpu"
+        )  # fmt: skip
+        return scores, index_topk(scores, length, 2048, implementation="mosaic_gpu")
+
+    scores, ids = select(query, weight, keys, scales)
+    np.testing.assert_array_equal(ids, index_topk(scores, length, 2048, implementation="xla"))
+
+
+@pytest.mark.parametrize("how", LAUNCHES[:3], ids=str)
+@pytest.mark.parametrize("rows, groups, heads, pages", [(3, 8, 4, 1024), (2, 2, 7, 200), (1, 1, 16, 72), (2, 4, 1, 64)])
+def test_quest_scores(rows, groups, heads, pages, how):
+    query, low, high = quest_inputs(rows, groups, heads, pages)
+    run = functools.partial(mosaic_gpu.quest_scores, how=how) if how else functools.partial(
+        quest_scores, implementation="mosaic_gpu"
+    )  # fmt: skip
+    got = jax.jit(run)(query, low, high, jnp.int32(1))
+    want = reference.quest_scores(query, low, high, jnp.int32(1))
+    both = (jnp.abs(x.astype(jnp.float32)) for x in (low, high))
+    terms = reference.quest_scores(jnp.abs(query), *(jnp.stack([x, x]) for x in [sum(both)[1]] * 2), jnp.int32(1))
+    assert np.all(np.abs(got - want) <= 256 * np.finfo(np.float32).eps * np.asarray(terms))
