@@ -36,7 +36,6 @@ def interpreted():
     assert races is None or not races.races_found
 
 
-@pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize(("name", "resident"), [(name, i % 2 == 0) for i, name in enumerate(SCORES)])
 def test_topk(name, resident):
     scores = SCORES[name](np.random.default_rng(0), (5, 300))
