@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from hisparse_jax.cache.layout import Address, Layout, Records
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.selection import QuestIndex, QuestRule, Selection, page_bounds, quest_index
+from models.backbone import Backbone
 from models.config import GqaConfig
 from models.gqa import QuestAttention
-from models.layers import MLP, RMSNorm, linear, precision
+from models.layers import MLP, RMSNorm
 from models.moe import MoE, Routing
 from pallas_kernels.common import Implementation
 from pallas_kernels.words import to_words
@@ -51,8 +52,8 @@ class Layer(nnx.Module):
             return x + self.mlp(self.mlp_norm(x))
 
 
-class QuestDecoder(nnx.Module):
-    """Embedding, scanned layers, head. Implements `hisparse_jax.decode.Model` through `models.functional`.
+class QuestDecoder(Backbone):
+    """Scanned layers between embedding and head. Implements `hisparse_jax.decode.Model` through `models.functional`.
 
     Args:
       config: shapes.
@@ -66,23 +67,15 @@ class QuestDecoder(nnx.Module):
         self, config: GqaConfig, rule: QuestRule, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs,
         implementation: Implementation = "auto",
     ) -> None:  # fmt: skip
-        self.config, self.rule, self.dtype = config, rule, jnp.dtype(dtype)
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.config, self.rule = config, rule
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap
         def stack(rngs: nnx.Rngs) -> Layer:
             return Layer(config, rule, dtype=dtype, rngs=rngs, implementation=implementation)
 
-        self.embed = nnx.Embed(config.vocab, config.hidden, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.layers = stack(rngs)
-        self.norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
-        if not config.tied_head:
-            self.head = linear(config.hidden, config.vocab, dtype=dtype, rngs=rngs)
-
-    def decode(self, token: Array, cache: Cache) -> tuple[Array, Cache]:
-        """One token of each request: int32 `[R]` to float32 logits `[R, V]`."""
-        logits, cache, _ = self.decode_traced(token, cache)
-        return logits, cache
 
     def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
         """As `decode`, and the selected pages of all layers, stacked."""
@@ -93,25 +86,13 @@ class QuestDecoder(nnx.Module):
         x, cache, selected = self._scan(step, self.embed(token), cache)
         return self.logits(x), cache, selected
 
-    def prefill(self, tokens: Array, start: Array, stored: Array) -> tuple[Array, Array]:
-        """A chunk of one prompt: int32 `[C]` at positions `start..` to hidden states `[C, D]`."""
-
-        x, stored, _ = self.prefill_traced(tokens, start, stored)
-        return x, stored
-
-    def prefill_traced(self, tokens: Array, start: Array, stored: Array) -> tuple[Array, Array, None]:
+    def prefill_traced(self, tokens: Array, start: Array, scratch: Array) -> tuple[Array, Array, None]:
         """As `prefill`; prompts are dense, so nothing is selected."""
 
         def step(layer: Layer, number: Array, x: Array, stored: Array) -> tuple[Array, Array, None]:
             return layer.prefill(x, stored, number, start)
 
-        return self._scan(step, self.embed(tokens), stored)
-
-    def logits(self, x: Array) -> Array:
-        """Hidden states `[..., D]` to float32 logits `[..., V]`."""
-        x = self.norm(x)
-        kernel = self.embed.embedding[...].T if self.config.tied_head else self.head.kernel[...]
-        return jnp.matmul(x, kernel, precision=precision(self.dtype), preferred_element_type=jnp.float32)
+        return self._scan(step, self.embed(tokens), scratch)
 
     def _scan(self, step: Callable[..., tuple[Array, Any, Any]], x: Array, state: Any) -> tuple[Array, Any, Any]:
         """Runs `step(layer, number, x, state)` over the layers, which share one compiled body; stacks third results."""

@@ -27,9 +27,10 @@ from hisparse_jax.dsa_selection import (
 from hisparse_jax.prefetch import followers_issued
 from hisparse_jax.resolve import Resolution, fetch, resolve
 from hisparse_jax.selection import Selection
+from models.backbone import Backbone
 from models.dsa_config import DsaConfig, Run
 from models.indexer import Indexer
-from models.layers import MLP, RMSNorm, linear, precision
+from models.layers import MLP, RMSNorm
 from models.mla import LatentAttention, Projected
 from models.moe import MoE, Routing
 from pallas_kernels.common import Implementation
@@ -162,8 +163,8 @@ class Group(nnx.Module):
         return x, Prompt(rows, index), ids
 
 
-class DsaDecoder(nnx.Module):
-    """Embedding, groups of layers, head. Implements `hisparse_jax.decode.Model` through `models.functional`.
+class DsaDecoder(Backbone):
+    """Groups of layers between embedding and head. Implements `hisparse_jax.decode.Model` through `models.functional`.
 
     Groups of one shape that follow each other are stacked and scanned.
 
@@ -177,7 +178,8 @@ class DsaDecoder(nnx.Module):
     def __init__(
         self, config: DsaConfig, options: DsaOptions, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs
     ) -> None:
-        self.config, self.options, self.dtype = config, options, jnp.dtype(dtype)
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.config, self.options = config, options
 
         def stack(run: Run) -> Group:
             @nnx.split_rngs(splits=run.groups)
@@ -187,16 +189,7 @@ class DsaDecoder(nnx.Module):
 
             return make(rngs)
 
-        self.embed = nnx.Embed(config.vocab, config.hidden, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.runs = nnx.List([stack(run) for run in config.runs()])
-        self.norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
-        if not config.tied_head:
-            self.head = linear(config.hidden, config.vocab, dtype=dtype, rngs=rngs)
-
-    def decode(self, token: Array, cache: Cache) -> tuple[Array, Cache]:
-        """One token of each request: int32 `[R]` to float32 logits `[R, V]`."""
-        logits, cache, _ = self.decode_traced(token, cache)
-        return logits, cache
 
     def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
         """As `decode`, and the selected tokens of all tables, stacked."""
@@ -212,26 +205,15 @@ class DsaDecoder(nnx.Module):
         x, cache, selected = self._through(step, self.embed(token), cache)
         return self.logits(x), cache, Selection(selected, None)
 
-    def prefill(self, tokens: Array, start: Array, prompt: Prompt) -> tuple[Array, Prompt]:
-        """A chunk of one prompt: int32 `[C]` at positions `start..` to hidden states `[C, D]`."""
-        x, prompt, _ = self.prefill_traced(tokens, start, prompt)
-        return x, prompt
-
-    def prefill_traced(self, tokens: Array, start: Array, prompt: Prompt) -> tuple[Array, Prompt, Selection]:
+    def prefill_traced(self, tokens: Array, start: Array, scratch: Prompt) -> tuple[Array, Prompt, Selection]:
         """As `prefill`, and the selected tokens of all tables, ids `[tables, C, K]`."""
 
         def step(run: Run, group: Group, number: Array, x: Array, prompt: Prompt) -> tuple[Array, Prompt, Array]:
             first = run.first_layer + number * len(run.dense)
             return group.prefill(x, prompt, start, first, run.first_table + number)
 
-        x, prompt, selected = self._through(step, self.embed(tokens), prompt)
-        return x, prompt, Selection(selected, None)
-
-    def logits(self, x: Array) -> Array:
-        """Hidden states `[..., D]` to float32 logits `[..., V]`."""
-        x = self.norm(x)
-        kernel = self.embed.embedding[...].T if self.config.tied_head else self.head.kernel[...]
-        return jnp.matmul(x, kernel, precision=precision(self.dtype), preferred_element_type=jnp.float32)
+        x, scratch, selected = self._through(step, self.embed(tokens), scratch)
+        return x, scratch, Selection(selected, None)
 
     def _through(self, step: Callable[..., tuple[Array, Any, Array]], x: Array, state: Any) -> tuple[Array, Any, Array]:
         """Runs `step(run, group, number, x, state)` over all groups; its third results are stacked."""

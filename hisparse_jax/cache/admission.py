@@ -101,7 +101,7 @@ def _back_up(
         page = pages.at[record // layout.page_records].get(mode="clip")
         target = start + page * layout.page_records + record % layout.page_records
         block = rows.at[record].get(mode="clip")
-        target = jnp.where(record < closed, target, -1)
+        target = jnp.where((record < closed) & (page >= 0), target, -1)
         return done + _ROWS_AT_ONCE, backup(pool, block, target, implementation=implementation)
 
     return lax.while_loop(lambda carry: carry[0] < closed, some, (jnp.int32(0), pool))[1]

@@ -13,10 +13,10 @@ from pallas_kernels.common import Implementation
 
 
 def host_rows(cache: Cache, record: Array) -> Array:
-    """Row of each request's `record` inside any space of the pool. int32 `[R]` to int32 `[R]`."""
+    """Row of each request's `record` inside any space of the pool, -1 if it has no page. int32 `[R]` to int32 `[R]`."""
     size = cache.layout.page_records
     page = jnp.take_along_axis(cache.page_table, record[:, None] // size, axis=1, mode="clip")[:, 0]
-    return page * size + record % size
+    return jnp.where(page >= 0, page * size + record % size, -1)
 
 
 def end_step(cache: Cache, implementation: Implementation = "auto") -> Cache:
@@ -30,6 +30,8 @@ def end_step(cache: Cache, implementation: Implementation = "auto") -> Cache:
     for position, rows in enumerate(cache.hot_rows):
         spaces = np.array([a.space for a in layout.addresses() if a.position == position], np.int32)
         newest = rows.at[:, cache.newest].get(mode="clip").reshape(-1, layout.words)
-        target = jnp.where(closed[None], spaces[:, None] * layout.rows_per_space + in_space[None], -1).ravel()
+        target = jnp.where(
+            (closed & (in_space >= 0))[None], spaces[:, None] * layout.rows_per_space + in_space[None], -1
+        ).ravel()
         pool = backup(pool, newest, target, implementation=implementation)
     return cache.replace(pool=pool)
