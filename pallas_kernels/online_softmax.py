@@ -21,6 +21,8 @@ from pallas_kernels.indexed import interpreting
 HEADS = 64  # rows of a wgmma tile
 TOKENS = 64  # records (or tokens) of a tile
 PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, so that the order of sums depends on shapes alone
+# exp2, log2 and reciprocal of the hardware (2 ulp); no sum needs shared memory, which the tiles take all of.
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 _NOTHING = -1e30  # maximum before anything is attended, in units of log2
 _ROW, _COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _LOG2_E = math.log2(math.e)

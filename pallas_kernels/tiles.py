@@ -92,27 +92,30 @@ def gather_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, offset: 
         tile[...] = lax.bitcast_convert_type(taken.reshape(rows, columns, 2), jnp.bfloat16)
         return
 
-    @_emit((plgpu.RefType(TILED), _REF, _REF, _SCALAR))
-    def emit(ctx: Any, tile: Any, source: Any, items: Any, offset: Any) -> None:
+    fixed = isinstance(offset, int)
+
+    @_emit((plgpu.RefType(TILED), _REF, _REF) if fixed else (plgpu.RefType(TILED), _REF, _REF, _SCALAR))
+    def emit(ctx: Any, tile: Any, source: Any, items: Any, *offsets: Any) -> None:
         places, chunk = _tile_places(tile)
-        offset = arith.addi(offset.registers.item(), arith.muli(chunk, _c(_CHUNK)))
+        begin = arith.addi(_c(offset) if fixed else offsets[0].registers.item(), arith.muli(chunk, _c(_CHUNK)))
         for row, to_address in places:
             item = _load(items, row)
             take = arith.select(_compare("sge", item, _c(0)), _c(_CHUNK), _c(0))
-            address = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, offset)
+            address = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, begin)
             for piece in range(columns // 64):
                 _copy_async(to_address, address, take, piece * 1024, piece * 128)
 
-    emit(tile, source, items, jnp.asarray(offset, jnp.int32))
+    emit(tile, source, items, *(() if fixed else (offset,)))
 
 
-def gather_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int) -> None:
+def gather_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int, ahead: int = 1) -> None:
     """As `gather_tile`, for records of e4m3 values, float32 scales of 128 of them each, and 64 bf16 numbers.
 
     `tile[i, :latent] = bf16(float32(value) * scale)`, rounded to nearest even, then the 64 numbers as they are.
 
     Args:
       latent: values of a record, a multiple of 128.
+      ahead: passes of 16 rows whose loads are under way while one is converted.
     """
     rows, columns = tile.shape
     pieces = latent // 64
@@ -151,7 +154,9 @@ def gather_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, late
                 out.append(mgpu_utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=i32))
             return out
 
-        for row, to_address in places:
+        def begin(number: int) -> tuple[Any, Any, list[Any]]:
+            """Loads of a pass; its last 64 columns are copied as they are."""
+            row, to_address = places[number]
             item = _load(items, row)
             known = _compare("sge", item, _c(0))
             address = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, _c(0))
@@ -161,6 +166,13 @@ def gather_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, late
             take = arith.select(known, _c(_CHUNK), _c(0))
             rope = arith.addi(own, arith.extsi(own.type, arith.muli(chunk, _c(8))))
             _copy_async(to_address, rope, take, pieces * 1024, latent + latent // 32)
+            return known, scales, loaded
+
+        begun = [begin(number) for number in range(min(ahead, len(places)))]
+        for number, (_, to_address) in enumerate(places):
+            if number + ahead < len(places):
+                begun.append(begin(number + ahead))
+            known, scales, loaded = begun[number]
             for piece, words in enumerate(loaded):
                 scale = element(scales, piece // 2)
                 made = [w for i in (0, 1) for w in numbers(element(words, i), scale)]

@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.common import Implementation, check, choose
-from pallas_kernels.sparse_gqa import reference
+from pallas_kernels.sparse_gqa import mosaic_gpu, reference, tuning
 
 __all__ = ["sparse_gqa"]
 
@@ -31,7 +31,7 @@ def sparse_gqa(
       head_mask: bool `[R, G, heads, K]`, the records each query head attends to; all of them if not given.
       scale: factor of the logits.
       dtype: type of the stored keys and values.
-      implementation: "auto", "xla" or "mosaic_gpu".
+      implementation: "auto", "xla" or "mosaic_gpu". The kernel has bfloat16 records and heads of 128 channels.
     Returns:
       float32 `[R, G, heads, C]`, zero where nothing is attended, and the log-sum-exp of the logits, float32
       `[R, G, heads]`, -inf there.
@@ -51,7 +51,10 @@ def sparse_gqa(
             f"sparse_gqa: a record of hot_rows has {hot_rows.shape[2] * 4} bytes, not a multiple of the {token_bytes} "
             f"bytes of one token (2 x {kv_heads} KV heads x {channels} channels of {jnp.dtype(dtype)})"
         )
-    choose(implementation, "sparse_gqa")
-    return reference.sparse_gqa(
-        query, hot_rows, jnp.asarray(group, jnp.int32), place, visible, head_mask, scale=scale, dtype=jnp.dtype(dtype)
-    )
+    reason = mosaic_gpu.unsupported(query, hot_rows, place, jnp.dtype(dtype), masked=head_mask is not None)
+    if implementation == "auto" and not tuning.PROVED:
+        reason = reason or "the kernel is not yet proved on a GPU"
+    args = query, hot_rows, jnp.asarray(group, jnp.int32), place, visible, head_mask
+    if choose(implementation, "sparse_gqa", reason) == "mosaic_gpu":
+        return mosaic_gpu.sparse_gqa(*args, scale=scale)
+    return reference.sparse_gqa(*args, scale=scale, dtype=jnp.dtype(dtype))

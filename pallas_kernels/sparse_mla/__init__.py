@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels.common import Implementation, check, choose
 from pallas_kernels.row_format import RowFormat
-from pallas_kernels.sparse_mla import reference
+from pallas_kernels.sparse_mla import mosaic_gpu, reference, tuning
 from pallas_kernels.sparse_mla.reference import read_rows
 
 __all__ = ["RowFormat", "read_rows", "sparse_mla"]
@@ -30,7 +30,7 @@ def sparse_mla(
       place: int32 `[R, K]`, slot of each selected record in `hot_rows`, or -1.
       row: how a record is stored; products are of `row.dtype`, sums are float32.
       scale: factor of the logits.
-      implementation: "auto", "xla" or "mosaic_gpu".
+      implementation: "auto", "xla" or "mosaic_gpu". The kernel has bfloat16 and fp8 records of 512 + 64 numbers.
     Returns:
       float32 `[R, N, latent]`, zero where nothing is attended, and the log-sum-exp of the logits, float32 `[R, N]`,
       -inf there.
@@ -40,5 +40,8 @@ def sparse_mla(
     check("sparse_mla", "query", query, (None, None, row.width))
     check("sparse_mla", "hot_rows", hot_rows, (None, None, row.words), jnp.uint32)
     check("sparse_mla", "place", place, (query.shape[0], None), jnp.int32)
-    choose(implementation, "sparse_mla")
-    return reference.sparse_mla(query, hot_rows, jnp.asarray(group, jnp.int32), place, row=row, scale=scale)
+    reason = mosaic_gpu.unsupported(query, place, row)
+    if implementation == "auto" and not tuning.PROVED:
+        reason = reason or "the kernel is not yet proved on a GPU"
+    run = mosaic_gpu if choose(implementation, "sparse_mla", reason) == "mosaic_gpu" else reference
+    return run.sparse_mla(query, hot_rows, jnp.asarray(group, jnp.int32), place, row=row, scale=scale)

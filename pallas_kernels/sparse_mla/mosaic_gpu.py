@@ -36,12 +36,15 @@ CONSUMERS = 2
 LATENT, ROPE = 512, 64
 
 
-def unsupported(heads: int, row: RowFormat) -> str | None:
-    """Why the kernel can't take these sizes, or None."""
+def unsupported(query: Array, place: Array, row: RowFormat) -> str | None:
+    """Why the kernel can't take these arguments, or None."""
+    heads = query.shape[1]
     if (row.latent, row.rope) != (LATENT, ROPE):
         return f"the kernel has records of {LATENT} + {ROPE} numbers, got {row.latent} + {row.rope}"
     if row.record == "float32":
         return "the kernel has bfloat16 and fp8 records, got float32"
+    if not query.size or not place.size:
+        return f"there is nothing to do for a query of {list(query.shape)} and places of {list(place.shape)}"
     if heads % head_tiles(heads):
         return f"{heads} heads can't be shared out evenly over {head_tiles(heads)} programs of at most {HEADS}"
     return None
@@ -170,6 +173,6 @@ def sparse_mla(
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=online_softmax.COMPILER_PARAMS,
     )  # fmt: skip
     return online_softmax.merge(*run(query, hot_rows, group.reshape(1), place))

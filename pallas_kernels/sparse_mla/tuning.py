@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from pallas_kernels.online_softmax import HEADS, Split, split
 
-# Whether `auto` takes the kernel where it can run. To be set once benchmarks and GPU tests have passed on a GPU.
-PROVED = False
+PROVED = False  # whether `auto` takes the kernel where it can run; to be set once its tests have passed on a GPU
 
 
 class Tuning(NamedTuple):
@@ -17,8 +16,8 @@ class Tuning(NamedTuple):
     Attributes:
       split: parts of K, and tiles of 64 records of a part.
       stages: tiles in shared memory at a time; each takes 72 KiB, so 2 is what fits.
-      consumer_registers, producer_registers: of a lane, multiples of 8; two consumer warpgroups and the producer share
-        65536 registers.
+      consumer_registers, producer_registers: of a lane, multiples of 8. Twice the first and the second must not exceed
+        504, which is what three warpgroups start with: more, and a consumer waits for registers for ever.
     """
 
     split: Split
@@ -35,4 +34,4 @@ def head_tiles(heads: int) -> int:
 def tuning(requests: int, heads: int, selected: int, fp8: bool) -> Tuning:
     """The launch for R, N and K. Dequantising takes registers, which the producer gets from the consumers."""
     parts = split(requests * head_tiles(heads), selected)
-    return Tuning(parts, consumer_registers=216, producer_registers=72) if fp8 else Tuning(parts)
+    return Tuning(parts, consumer_registers=224, producer_registers=56) if fp8 else Tuning(parts)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention kernels on the CPU: lowered for CUDA at real shapes, and interpreted, without races, at small ones.
+
+Lowering runs layout inference and checks shared memory; it is no PTX compile. Interpretation runs the kernel's own
+steps with the `jax.numpy` twins of its copies, one warpgroup after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import online_softmax, sparse_gqa, sparse_mla
+from pallas_kernels.online_softmax import Split, split
+from pallas_kernels.row_format import RowFormat
+from pallas_kernels.sparse_gqa import arg_specs as gqa_specs
+from pallas_kernels.sparse_gqa import mosaic_gpu as gqa_kernel
+from pallas_kernels.sparse_gqa.tuning import tuning as gqa_tuning
+from pallas_kernels.sparse_mla import arg_specs as mla_specs
+from pallas_kernels.sparse_mla import mosaic_gpu as mla_kernel
+from pallas_kernels.sparse_mla.tuning import tuning as mla_tuning
+from tests.pallas_kernels.attention_cases import GQA_SCALE, MLA_SCALE, agree, gqa_case, mla_case
+from tests.pallas_kernels.kernel_cases import DEVICES, ON_GPU, abstract_gpu, lower_for_cuda
+
+on_cpu = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("name", mla_specs.SPECS)
+def test_sparse_mla_lowers(name, kind):
+    spec = mla_specs.SPECS[name]
+    run = functools.partial(sparse_mla.sparse_mla, row=spec.row, scale=0.1, implementation="mosaic_gpu")
+    text = lower_for_cuda(lambda args: run(**args), mla_specs.abstract_args(spec), kind=kind)
+    assert text.count("kernel_hash") == 1 and "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("name", gqa_specs.SPECS)
+def test_sparse_gqa_lowers(name, kind):
+    spec = gqa_specs.SPECS[name]
+    run = functools.partial(sparse_gqa.sparse_gqa, scale=0.1, dtype=jnp.bfloat16, implementation="mosaic_gpu")
+    text = lower_for_cuda(lambda args: run(**args), gqa_specs.abstract_args(spec), kind=kind)
+    assert text.count("kernel_hash") == 1 and "mosaic_gpu" in text
+
+
+@pytest.fixture
+def interpreted():
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)), abstract_gpu():
+        yield
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.get_races()
+    assert races is not None and not races.races_found
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "record, heads, selected, parts",
+    [("bfloat16", 16, 100, 1), ("bfloat16", 128, 321, 2), ("fp8", 96, 200, 1), ("fp8", 64, 300, 3)],
+)
+def test_sparse_mla_interpreted(record, heads, selected, parts, interpreted):
+    case = mla_case(record, 5 if heads == 16 else 2, heads, selected)
+    each = math.ceil(math.ceil(selected / 64) / parts)
+    how = mla_tuning(2, heads, selected, record == "fp8")._replace(split=Split(parts, each))
+    run = functools.partial(mla_kernel.sparse_mla, row=case.row, scale=MLA_SCALE, how=how)
+    agree(jax.jit(run)(*case.args()), case.want())
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "requests, kv_heads, heads, selected, tokens, masked",
+    [(3, 2, 4, 13, 16, False), (2, 4, 4, 9, 16, True), (3, 1, 16, 2, 128, False), (2, 3, 5, 11, 10, True)],
+)
+def test_sparse_gqa_interpreted(requests, kv_heads, heads, selected, tokens, masked, interpreted):
+    case = gqa_case(requests, kv_heads, heads, selected, tokens, masked=masked)
+    run = functools.partial(gqa_kernel.sparse_gqa, scale=GQA_SCALE)
+    agree(jax.jit(run)(*case.args()), case.want())
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 16, 64, 100, 1000])
+@pytest.mark.parametrize("selected", [1, 64, 65, 2048, 4096])
+def test_launches(requests, selected):
+    """Every part has tiles, all places are covered, and no warpgroup waits for registers that nobody gives back."""
+    for heads, fp8 in ((64, False), (128, True)):
+        how = mla_tuning(requests, heads, selected, fp8)
+        parts, tiles = how.split
+        assert parts * tiles * 64 >= selected > (parts - 1) * tiles * 64
+        assert 2 * how.consumer_registers + how.producer_registers <= 504
+    for kv_heads in (1, 2, 8):
+        how = gqa_tuning(requests, kv_heads, selected * 16, masked=False)
+        assert how.split.parts * how.split.tiles * 64 >= selected * 16 and kv_heads % how.consumers == 0
+        assert how.consumers * how.consumer_registers + how.producer_registers <= 504
+
+
+def test_split():
+    assert split(64, 2048) == Split(2, 16) and split(128, 2048) == Split(1, 32)
+    assert split(1, 2048) == Split(16, 2) and split(1, 1) == Split(1, 1) and split(500, 100) == Split(1, 2)
+
+
+def test_merge_of_parts_where_nothing_was_attended():
+    inf = float("inf")
+    outs = jnp.asarray([[[1.0, 2.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]], [[3.0, 4.0], [0.0, 0.0]]])
+    sums = jnp.asarray([[0.5, -inf], [-inf, -inf], [0.5, -inf]])
+    out, total = online_softmax.merge(outs, sums)
+    assert jnp.array_equal(out, jnp.asarray([[2.0, 3.0], [0.0, 0.0]]))
+    assert abs(float(total[0]) - (0.5 + 0.6931472)) < 1e-6 and float(total[1]) == -inf
+
+
+def test_auto_stays_portable_until_the_kernels_are_proved(monkeypatch):
+    """And says why a named kernel can't take a shape."""
+    case, pages = mla_case("bfloat16", 2, 16, 4), gqa_case(2, 2, 4, 3, 16)
+    mla = functools.partial(sparse_mla.sparse_mla, *case.args(), scale=1.0)
+    gqa = functools.partial(sparse_gqa.sparse_gqa, *pages.args(), scale=1.0)
+    assert "mosaic_gpu" not in lower_for_cuda(lambda: mla(row=case.row))
+    assert "mosaic_gpu" not in lower_for_cuda(lambda: gqa(dtype=jnp.bfloat16))
+    monkeypatch.setattr("pallas_kernels.sparse_mla.tuning.PROVED", True)
+    monkeypatch.setattr("pallas_kernels.sparse_gqa.tuning.PROVED", True)
+    assert "mosaic_gpu" in lower_for_cuda(lambda: mla(row=case.row))
+    assert "mosaic_gpu" in lower_for_cuda(lambda: gqa(dtype=jnp.bfloat16))
+    with abstract_gpu(), pytest.raises(ValueError, match=r"bfloat16 records, got float32"):
+        gqa(dtype=jnp.float32, implementation="mosaic_gpu")
+    query, place = jnp.zeros((1, 65, 576)), jnp.zeros((1, 1), jnp.int32)
+    for row, why in (
+        (RowFormat(32, 8, "bfloat16"), "512 + 64 numbers, got 32 + 8"),
+        (RowFormat(512, 64, "float32"), "got float32"),
+        (RowFormat(512, 64, "fp8"), "65 heads can't be shared out evenly over 2 programs"),
+    ):
+        assert why in (mla_kernel.unsupported(query, place, row) or "")
+    for shape, masked, why in (((1, 1, 1, 64), False, "got 64"), ((1, 1, 33, 128), True, "at most 32 heads")):
+        words = jnp.zeros((1, 1, 256), jnp.uint32)
+        bf16 = jnp.dtype(jnp.bfloat16)
+        assert why in (gqa_kernel.unsupported(jnp.zeros(shape), words, place, bf16, masked=masked) or "")
