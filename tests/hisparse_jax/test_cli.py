@@ -117,3 +117,42 @@ def test_help_and_presets(tmp_path: Path) -> None:
     done = hisparse("presets", cwd=tmp_path)
     assert done.returncode == 0
     assert "quickstart" in done.stdout
+
+
+def test_verify_exits_by_what_it_found(data: Path, tmp_path: Path) -> None:
+    done = hisparse("verify", str(data / "qwen3_moe"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "bitwise" in done.stdout
+    done = hisparse("verify", str(data / "qwen3_moe"), "--tolerance", "1e-9", cwd=tmp_path)
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "minimax_m3_vl"}, "model type 'minimax_m3_vl' is not supported yet; supported: deepseek_v32"),
+        (None, "no such file: expected a Hugging Face checkpoint folder"),
+    ],
+)
+def test_verify_of_what_is_not_supported(tmp_path: Path, config: dict | None, says: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    done = hisparse("verify", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and says in done.stderr
+
+
+def test_plan(tmp_path: Path) -> None:
+    done = hisparse("plan", "glm51", "--context-tokens", "131072", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for figure in ("13.13 GB", "0.368 GB", "1.309 GB", "1.725 GB", "prefetch schedule"):
+        assert figure in done.stdout
+    done = hisparse("plan", "glm52", "--machine", "abacus", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no machine is called 'abacus'; there are H200, B200, GH200" in done.stderr
+
+
+def test_a_published_shape_cannot_be_run(tmp_path: Path) -> None:
+    done = hisparse("run", "glm52", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "GLM-5.2 has no parameters to run; `hisparse plan` reads it" in done.stderr
