@@ -21,7 +21,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,22 @@ WARM_UP, STEPS, CALLS = 10, 20, 20
 MISSES = (0, 20, 102, 275, 615, 2046)
 
 
+class Sizes(NamedTuple):
+    """K, H and S of a setting."""
+
+    selected: int = SELECTED
+    hot_slots: int = HOT_SLOTS
+    context: int = CONTEXT
+
+
+TOKENS, PAGES = Sizes(), Sizes(128, 256, 2048)
+
+
+def sizes_of(row_bytes: int) -> Sizes:
+    """Rows of kilobytes are tokens, rows of 16 KiB and more are pages, of which a step reads fewer."""
+    return PAGES if row_bytes >= 16384 else TOKENS
+
+
 def workload(requests: int, misses: int, steps: int, *, selected: int = SELECTED, context: int = CONTEXT) -> np.ndarray:
     """Selected ids, int32 `[steps, R, K]`."""
     rng = np.random.default_rng(misses)
@@ -59,17 +75,19 @@ def workload(requests: int, misses: int, steps: int, *, selected: int = SELECTED
 class Setting:
     """One pool, R and H: buffers, and the programs that step through a workload, compiled once for all of them."""
 
-    def __init__(self, pool: jax.Array, requests: int, hot_slots: int = HOT_SLOTS, span_rows: int = 0) -> None:
-        self.pool, self.requests = pool, requests
-        self.row_bytes, self.rows = 4 * pool.shape[1], span_rows or requests * CONTEXT
+    def __init__(self, pool: jax.Array, requests: int, span_rows: int = 0) -> None:
+        self.pool, self.requests, self.row_bytes = pool, requests, 4 * pool.shape[1]
+        self.sizes = sizes_of(self.row_bytes)
+        _, hot_slots, context = self.sizes
+        self.rows = span_rows or requests * context
         self.slots = hot_slots + RING
         rng = np.random.default_rng(1)
-        rows = rng.choice(self.rows, requests * CONTEXT, replace=False) if span_rows else rng.permutation(self.rows)
+        rows = rng.choice(self.rows, requests * context, replace=False) if span_rows else rng.permutation(self.rows)
         ids = jnp.full((1, requests, hot_slots), -1, jnp.int32)
         self.fixed = {
-            "page_table": jnp.asarray(rows.reshape(requests, CONTEXT), jnp.int32),
+            "page_table": jnp.asarray(rows.reshape(requests, context), jnp.int32),
             "base": jnp.arange(requests, dtype=jnp.int32) * self.slots,
-            "length": jnp.full(requests, CONTEXT, jnp.int32),
+            "length": jnp.full(requests, context, jnp.int32),
         }
         self.tables = ids, jnp.broadcast_to(jnp.arange(hot_slots, dtype=jnp.int16), ids.shape)
         self.programs: dict[Any, Any] = {}
@@ -126,12 +144,14 @@ class Setting:
     def measure(self, misses: int, **how: Any) -> dict[str, Any]:
         """A record of one number of misses; the keywords are those of `step`."""
         if misses not in self.steps:
-            self.steps[misses] = jnp.asarray(workload(self.requests, misses, WARM_UP + STEPS + 2 * CALLS))
+            count, (selected, _, context) = WARM_UP + STEPS + 2 * CALLS, self.sizes
+            self.steps[misses] = jnp.asarray(workload(self.requests, misses, count, selected=selected, context=context))
         steps, xla, io = self.steps[misses], how.get("xla", False), how["io"]
         state = (jnp.zeros((1, self.requests * self.slots, self.row_bytes // 4), jnp.uint32), *self.tables)
         record = {
-            "op": "resolve", "implementation": "xla" if xla else "mosaic_gpu", "R": self.requests, "K": SELECTED,
-            "H": self.slots - RING, "S": CONTEXT, "row_bytes": self.row_bytes, "misses": misses, "io": io,
+            "op": "resolve", "implementation": "xla" if xla else "mosaic_gpu", "R": self.requests,
+            "K": self.sizes.selected, "H": self.sizes.hot_slots, "S": self.sizes.context,
+            "row_bytes": self.row_bytes, "misses": misses, "io": io,
             "kernels": 2 if how.get("apart") else 1, "bytes": self.requests * misses * self.row_bytes * io,
         }  # fmt: skip
         if xla:
@@ -233,15 +253,20 @@ PLANS = {
         (1152, ((128, (0, 275), ("no_io",)), (64, (275,), ("no_io", "apart")), (16, (275,), ("no_io", "apart")),
                 (1, (275,), ("apart", "xla")))),
     ),
+    "portable": (
+        (1152, ((1, (), ("xla", "xla_no_io")), (16, (), ("xla", "xla_no_io")), (64, (), ("xla", "xla_no_io")))),
+    ),
+    "pages": tuple((size << 10, ((1, (0, 18, 64), ()), (16, (0, 18, 64), ()))) for size in (16, 24, 64)),
 }  # fmt: skip
 
 
 def resolves(plans: Any) -> Iterator[dict[str, Any]]:
     """All records of resolve, each with the link peak of its span in the same run."""
     for row_bytes, parts in plans:
-        pool = common.make_pool(max(part[0] for part in parts) * CONTEXT, row_bytes // 4)
+        context = sizes_of(row_bytes).context
+        pool = common.make_pool(max(part[0] for part in parts) * context, row_bytes // 4)
         for requests, misses, others in parts:
-            span = requests * CONTEXT
+            span = requests * context
             peaks = common.link_peaks_gb_s(pool, span)
             peak = max(peaks.values())
             at = {"R": requests, "row_bytes": row_bytes, "span_bytes": span * row_bytes, "link_peak_gb_s": peak}
@@ -251,12 +276,13 @@ def resolves(plans: Any) -> Iterator[dict[str, Any]]:
             settings += [(275, {"io": False})] * ("no_io" in others)
             settings += [(275, {"io": True, "apart": fetch_tuning(span * row_bytes)})] * ("apart" in others)
             settings += [(275, {"io": True, "xla": True})] * ("xla" in others)
+            settings += [(275, {"io": False, "xla": True})] * ("xla_no_io" in others)
             for m, how in settings:
                 record = setting.measure(m, **how)
                 yield record | at | {"link_us": record["bytes"] / peak / 1e3}
-            if row_bytes == 1152 and requests in (16, 64):
+            if row_bytes == 1152 and requests in (16, 64) and misses:
                 yield from fetches(pool, span, peak)
-        if row_bytes in (1152, 656):
+        if row_bytes in (1152, 656) and parts[0][1]:
             yield from backups(pool, 2048, common.device_to_host_peak_gb_s())
 
 
