@@ -53,10 +53,14 @@ def quest_unsupported(query: Array, key_min: Array) -> str | None:
 
 
 def _unsupported(channels: int, records: int) -> str | None:
-    if channels % 128 or channels > 256:
-        return f"channels must be 128 or 256, got {channels}"
+    if channels != 128:
+        return f"channels must be 128, got {channels}"
     if records % 8 or records < 64:
         return f"the copy engine needs a multiple of 8 records, at least 64, got {records}"
+    if jax.sharding.get_abstract_mesh().abstract_device is None:
+        capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+        if float(capability) >= 10:
+            return f"its tensor core instructions are those of compute capability 9.0, this device has {capability}"
     return None
 
 

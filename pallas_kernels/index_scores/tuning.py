@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SHARED_BYTES = 220 * 1024  # of the 227 KiB a program can have
-_PER_MULTIPROCESSOR = 224 * 1024
+_PER_MULTIPROCESSOR = 224 * 1024  # bytes of shared memory to fill
 _MULTIPROCESSORS = 132
 
 

@@ -24,10 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import indexed
-from pallas_kernels.index_topk.tuning import SHARE, Tuning, share_of, shared_bytes, tuning
+from pallas_kernels.index_topk.tuning import SHARE, SHARED_BYTES, Tuning, share_of, shared_bytes, tuning
 from pallas_kernels.program import Program
 
-SHARED_BYTES = 220 * 1024  # of the 227 KiB a program can have
 SHIFTS = (21, 10, 0)  # of the digits
 DIGITS = (1 << 11, 1 << 11, 1 << 10)
 

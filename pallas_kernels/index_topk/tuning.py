@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SHARE = 128  # positions of a program are a multiple of this, so that its bitmaps begin with a whole word
+SHARED_BYTES = 220 * 1024  # of the 227 KiB a program can have
 RESIDENT_BYTES = 128 * 1024  # of keys that a program keeps in shared memory
 _MULTIPROCESSORS = 132
 
@@ -37,14 +38,14 @@ def shared_bytes(share: int, *, resident: bool) -> int:
 
 
 def tuning(rows: int, context: int) -> Tuning:
-    """The smallest cluster whose programs can keep their keys and that gives every multiprocessor work."""
+    """The largest cluster with which all programs run at once; keys are kept where they fit.
 
-    def keeps(programs: int) -> bool:
-        return 4 * share_of(context, programs) <= RESIDENT_BYTES
-
+    A second wave of programs would cost more than reading the keys again, most likely out of the L2 cache.
+    """
     programs = 1
     while programs < 8 and (
-        not keeps(programs) or (2 * rows * programs <= _MULTIPROCESSORS and context >= 8192 * programs)
+        shared_bytes(share_of(context, programs), resident=False) > SHARED_BYTES
+        or (2 * rows * programs <= _MULTIPROCESSORS and context >= 8192 * programs)
     ):
         programs *= 2
-    return Tuning(programs=programs, resident=keeps(programs))
+    return Tuning(programs=programs, resident=4 * share_of(context, programs) <= RESIDENT_BYTES)
