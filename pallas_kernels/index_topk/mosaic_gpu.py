@@ -2,7 +2,7 @@
 """Exact top-k as a Mosaic GPU kernel: a threshold by radix digits, then a compaction that keeps the order of positions.
 
 A row is served by a cluster of programs, each with a share of its positions. Scores become int32 keys that sort alike
-(`indexed.order_key`). For a row longer than k:
+(`digits.order_key`). For a row longer than k:
 
 1. narrow   per digit of 11, 11 and 10 bits, from the top: a histogram of the keys that still may hold the threshold, in
             shared memory; the programs read each other's and find the digit in which the k-th largest key lies. When
@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import indexed
+from pallas_kernels import digits, indexed
 from pallas_kernels.index_topk.tuning import SHARE, SHARED_BYTES, Tuning, share_of, shared_bytes, tuning
 from pallas_kernels.program import Program
 
@@ -75,16 +75,16 @@ def index_topk(scores: Array, length: Array, k: int, *, how: Tuning | None = Non
         def of_all(ref: Any, at: Array) -> Array:
             if programs == 1:
                 return indexed.gather(ref, at, 0)
-            total = indexed.gather_of(ref, at, 0)
+            total = digits.gather_of(ref, at, 0)
             for other in range(1, programs):
-                total += indexed.gather_of(ref, at, other)
+                total += digits.gather_of(ref, at, other)
             return total
 
         def earlier(place: int) -> Array:
             """The sum of a total over the programs before this one."""
             total = zero
             for other in range(programs - 1):
-                total += jnp.where(other < number, indexed.read_of(totals, place, other), 0)
+                total += jnp.where(other < number, digits.read_of(totals, place, other), 0)
             return total
 
         # All ids of a short row ---------------------------------------------------------------------------------------
@@ -99,16 +99,16 @@ def index_topk(scores: Array, length: Array, k: int, *, how: Tuning | None = Non
         # Longer ones --------------------------------------------------------------------------------------------------
         def narrow(level: int, prefix: Array, wanted: Array, population: Array) -> tuple[Array, Array]:
             """Threshold, and how many equal to it are wanted: `wanted` of the `population` keys that begin so."""
-            counts, shift, digits = histograms[level], SHIFTS[level], DIGITS[level]
+            counts, shift, bins = histograms[level], SHIFTS[level], DIGITS[level]
             source, offset = (keys, begin) if how.resident and level else (scores_ref, zero)
-            indexed.count_digits(
+            digits.count_digits(
                 source, counts, begin, end, offset, prefix, shift=shift, above=SHIFTS[level - 1] if level else 32,
                 keep=keys if how.resident and not level else None, **pass_options,
             )  # fmt: skip
             together()
 
             def find(chunk: Any, below: Array) -> Array:
-                at = places(digits, chunk)
+                at = places(bins, chunk)
                 here = of_all(counts, at)
                 before, total = indexed.prefix_sum(scratch.at[chunk % 2], here, threads=threads)
                 above = population - below - before - here
@@ -118,10 +118,10 @@ def index_topk(scores: Array, length: Array, k: int, *, how: Tuning | None = Non
                 indexed.scatter(found, jnp.where(it, 2, -1), here)
                 return below + total
 
-            rounds(digits, find, zero)
+            rounds(bins, find, zero)
             indexed.barrier()
             digit, wanted, population = found[0], found[1], found[2]
-            prefix = digit - digits // 2 if level == 0 else prefix * digits + digit
+            prefix = digit - bins // 2 if level == 0 else prefix * bins + digit
             if shift == 0:
                 return prefix, wanted
             return lax.cond(
@@ -136,7 +136,7 @@ def index_topk(scores: Array, length: Array, k: int, *, how: Tuning | None = Non
             indexed.barrier()
             threshold, wanted = narrow(0, zero, jnp.int32(k), length)
             source, offset = (keys, begin) if how.resident else (scores_ref, zero)
-            indexed.mark_keys(source, larger, equal, begin, end, offset, threshold, **pass_options)
+            digits.mark_keys(source, larger, equal, begin, end, offset, threshold, **pass_options)
             indexed.barrier()
             filled = lax.div(jnp.maximum(end - begin, 0) + 31, jnp.int32(32))
 
@@ -173,7 +173,7 @@ def index_topk(scores: Array, length: Array, k: int, *, how: Tuning | None = Non
                 tie_rank, ties_here = indexed.prefix_sum(one, indexed.popcount(ties), threads=threads)
                 chosen = above | _lowest(ties, ties_left - sums[1] - tie_rank)
                 rank, chosen_here = indexed.prefix_sum(two, indexed.popcount(chosen), threads=threads)
-                indexed.write_set_bits(out_ref, chosen, start + sums[0] + rank, begin + 32 * at)
+                digits.write_set_bits(out_ref, chosen, start + sums[0] + rank, begin + 32 * at)
                 return sums[0] + chosen_here, sums[1] + ties_here
 
             rounds(words, compact, (zero, zero))
@@ -191,7 +191,7 @@ def index_topk(scores: Array, length: Array, k: int, *, how: Tuning | None = Non
             long()
 
     scratch_types = [
-        *(plgpu.SMEM((digits,), jnp.int32) for digits in DIGITS),
+        *(plgpu.SMEM((bins,), jnp.int32) for bins in DIGITS),
         plgpu.SMEM((words,), jnp.int32),
         plgpu.SMEM((words,), jnp.int32),
         plgpu.SMEM((32,), jnp.int32),
