@@ -153,15 +153,18 @@ def mla(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         size = spec.requests * (spec.selected * row.row_bytes + spec.heads * (2 * row.width + 4 * row.latent))
         flop = 2 * spec.requests * spec.heads * spec.selected * (row.width + row.latent)
         base = {"op": "sparse_mla", "name": name, **spec._asdict(), "bytes": size, "flop": flop, **peak}
-        chosen = mla_tuning(spec.requests, spec.heads, spec.selected, fp8)
+        chosen = mla_tuning(spec.requests, spec.heads, spec.selected)
         launches = [chosen]
         if sweep:
             tiles = -(-spec.selected // 64)
             for parts in (1, 2, 4, 8, 16, 32):
                 other = Split(parts, -(-tiles // parts))
                 launches += [chosen._replace(split=other)] if other != chosen.split else []
-            for registers in ((240, 24), (232, 40), (224, 56), (216, 72)):
-                launches.append(chosen._replace(consumer_registers=registers[0], producer_registers=registers[1]))
+            registers, producer = ((224, 224), 56) if fp8 else ((240, 240), 24)
+            each = chosen._replace(handed_on=False, consumer_registers=registers, producer_registers=producer)
+            launches.append(each)
+            for own, producer in (((240, 200), 64), ((232, 168), 104), ((224, 168), 112)):
+                launches.append(chosen._replace(consumer_registers=own, producer_registers=producer))
         for i, how in enumerate(launches):
             run = functools.partial(mla_kernel.sparse_mla, row=row, scale=0.05, how=how)
             plain = functools.partial(mla_reference.sparse_mla, row=row, scale=0.05) if i == 0 else None

@@ -70,13 +70,23 @@ def per_token(ref: Any) -> Array:
     return plgpu.load(ref, layout=_COLUMN, optimized=False)
 
 
-def step(state: Softmax, query: Any, key: Any, value: Any, shown: Callable[[], Array], scale: float) -> Softmax:
-    """Attends to a tile.
+def per_head(ref: Any) -> Array:
+    """`[64]` of SMEM, one for each row of the logits."""
+    return plgpu.load(ref, layout=_ROW, optimized=False)
+
+
+def weigh(
+    top: Array, total: Array, query: Any, key: Any, shown: Callable[[], Array], scale: float
+) -> tuple[Array, Array, Array, Array]:
+    """Weights of a tile's tokens.
 
     Args:
-      query: bf16 `[64, D]` and key: bf16 `[64, D]` in SMEM; value: bf16 `[64, C]` in SMEM.
+      top, total: as in `Softmax`, so far.
+      query: bf16 `[64, D]` and key: bf16 `[64, D]` in SMEM.
       shown: gives bool `[64, 64]`, which head may see which token.
       scale: factor of the logits.
+    Returns:
+      bf16 weights `[64, 64]`, what the sums so far are to be multiplied by `[64]`, and the new `top` and `total`.
     """
 
     def logits(acc: Any) -> Array:
@@ -85,28 +95,40 @@ def step(state: Softmax, query: Any, key: Any, value: Any, shown: Callable[[], A
 
     products = pl.run_scoped(logits, plgpu.ACC((HEADS, TOKENS), jnp.float32))
     products = jnp.where(shown(), products * (scale * _LOG2_E), -jnp.inf)
-    top = jnp.maximum(state.top, products.max(axis=1))
-    shrink = jnp.exp2(state.top - top)
-    weight = jnp.exp2(products - lax.broadcast_in_dim(top, products.shape, [0]))
-    total = state.total * shrink + weight.sum(axis=1)
-    out = state.out * lax.broadcast_in_dim(shrink, state.out.shape, [0])
-    return Softmax(_accumulate(out, weight.astype(jnp.bfloat16), value), top, total)
+    new_top = jnp.maximum(top, products.max(axis=1))
+    shrink = jnp.exp2(top - new_top)
+    weight = jnp.exp2(products - lax.broadcast_in_dim(new_top, products.shape, [0]))
+    return weight.astype(jnp.bfloat16), shrink, new_top, total * shrink + weight.sum(axis=1)
 
 
-def _accumulate(out: Array, weight: Array, value: Any) -> Array:
-    """`out + weight @ value`, the sum in place in the tensor cores' registers."""
+def add(out: Array, shrink: Array, weight: Any, value: Any) -> Array:
+    """`out * shrink + weight @ value`, the sum in place in the tensor cores' registers.
+
+    Args:
+      weight: bf16 `[64, 64]` in registers or SMEM; value: bf16 `[64, C]` in SMEM.
+    """
+    out = out * lax.broadcast_in_dim(shrink, out.shape, [0])
     if interpreting():  # has no run_state
-        return out + jnp.dot(weight.astype(jnp.float32), value[...].astype(jnp.float32))
+        return out + jnp.dot(weight[...].astype(jnp.float32), value[...].astype(jnp.float32))
     multiply: Any = pl.run_state(lambda acc: plgpu.wgmma(acc, weight, value))
     return multiply(plgpu.ACC.init(out))
 
 
-def finish(state: Softmax) -> tuple[Array, Array]:
-    """Mean of the values `[64, C]`, 0 where nothing was attended, and natural log-sum-exp `[64]`, -inf there."""
-    some = state.total > 0
-    total = jnp.where(some, state.total, 1.0)
-    out = state.out * lax.broadcast_in_dim(1.0 / total, state.out.shape, [0])
-    return out, jnp.where(some, state.top * math.log(2) + jnp.log(total), -jnp.inf)
+def step(state: Softmax, query: Any, key: Any, value: Any, shown: Callable[[], Array], scale: float) -> Softmax:
+    """Attends to a tile; see `weigh` and `add`."""
+    weight, shrink, top, total = weigh(state.top, state.total, query, key, shown, scale)
+    return Softmax(add(state.out, shrink, weight, value), top, total)
+
+
+def mean(out: Array, total: Array) -> Array:
+    """Mean of the values `[64, C]`, 0 where nothing was attended."""
+    return out * lax.broadcast_in_dim(1.0 / jnp.where(total > 0, total, 1.0), out.shape, [0])
+
+
+def log_sum_exp(top: Array, total: Array) -> Array:
+    """Natural logarithm of the sum of exponentials `[64]`, -inf where nothing was attended."""
+    some = total > 0
+    return jnp.where(some, top * math.log(2) + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
 
 
 def merge(outs: Array, sums: Array) -> tuple[Array, Array]:

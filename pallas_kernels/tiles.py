@@ -108,7 +108,7 @@ def gather_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, offset: 
     emit(tile, source, items, *(() if fixed else (offset,)))
 
 
-def gather_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int, ahead: int = 1) -> None:
+def gather_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int, ahead: int = 2) -> None:
     """As `gather_tile`, for records of e4m3 values, float32 scales of 128 of them each, and 64 bf16 numbers.
 
     `tile[i, :latent] = bf16(float32(value) * scale)`, rounded to nearest even, then the 64 numbers as they are.

@@ -163,9 +163,11 @@ def sparse_gqa(
                 plgpu.barrier_arrive(consumed.at[stage])
                 return state
 
-            out, total = online_softmax.finish(lax.fori_loop(0, part_tiles, one, online_softmax.start(channels)))
-            tiles.store_rows(out_ref.at[part, request, first_head + own], out, plgpu.Layout.WGMMA)
-            tiles.store_rows(sum_ref.at[part, request, first_head + own], total, plgpu.Layout.WGMMA.reduce(1))
+            out, top, total = lax.fori_loop(0, part_tiles, one, online_softmax.start(channels))
+            at = part, request, first_head + own
+            tiles.store_rows(out_ref.at[at], online_softmax.mean(out, total), plgpu.Layout.WGMMA)
+            sums = online_softmax.log_sum_exp(top, total)
+            tiles.store_rows(sum_ref.at[at], sums, plgpu.Layout.WGMMA.reduce(1))
 
         for own in range(consumers):
 

@@ -5,20 +5,26 @@ A program attends with up to 64 heads of one request to one part of its places, 
 warpgroups, with two tiles in shared memory:
 
 * the producer looks up places, and copies (fp8: dequantises) rows into a swizzled tile `[64, 576]`;
-* two consumers each compute the logits of the tile, `q k^T`, and its softmax, in registers, and then each adds up half
-  of the columns: the value of a record is the first 512 columns of the tile it has as a key. Both compute the same
-  logits; that costs a third more products than sharing them would, and saves their exchange at every tile.
+* the leader computes the logits of the tile, `q k^T`, and its softmax, in registers, and hands the weights on through
+  shared memory;
+* leader and follower each add up half of the columns: the value of a record is the first 512 columns of the tile it has
+  as a key.
 
 ```
-producer:  rows of tile t+1 -> copies of tile t (when consumers released its stage) -> ready[stage]
-consumers: ready[stage] -> logits -> softmax -> values -> consumed[stage]
+producer: rows of tile t+1 -> copies of tile t (when both released its stage) -> ready[stage]
+leader:   ready[stage] -> logits -> softmax -> taken -> weights -> made -> values -> consumed[stage]
+follower: made -> values -> taken, consumed[stage]
 ```
+With `Tuning.handed_on` false there is no leader: both compute the same logits, which takes a third more products than
+needed and no exchange. Either way the sums are the same to the last bit.
 With several parts the results are merged by their log-sum-exp, in order. How many parts there are depends on shapes
 alone, and places only on where a row is read: results don't depend on where rows lie.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,7 +63,7 @@ def sparse_mla(
     """See `pallas_kernels.sparse_mla.sparse_mla`. `how.split` must cover all places."""
     requests, heads, width = query.shape
     selected, slots = place.shape[1], hot_rows.shape[1]
-    how = how or tuning(requests, heads, selected, row.record == "fp8")
+    how = how or tuning(requests, heads, selected)
     (parts, part_tiles), stages = how.split, how.stages
     head_programs = head_tiles(heads)
     own_heads = heads // head_programs
@@ -67,7 +73,7 @@ def sparse_mla(
 
     def mla_kernel(
         query_ref: Any, hot_ref: Any, group_ref: Any, place_ref: Any, out_ref: Any, sum_ref: Any, query_tile: Any,
-        tile: Any, items: Any, ready: Any, consumed: Any,
+        tile: Any, items: Any, ready: Any, consumed: Any, *exchange: Any,
     ) -> None:  # fmt: skip
         program, thread = lax.axis_index("program"), lax.axis_index("thread")
         first_head = lax.rem(program, jnp.int32(head_programs)) * own_heads
@@ -125,39 +131,101 @@ def sparse_mla(
             for number in range(max(0, part_tiles - stages), part_tiles):  # leaves no phase unobserved
                 plgpu.barrier_wait(consumed.at[number % stages])
 
-        def consume(own: int) -> None:
+        def shown_in(number: Any) -> Callable[[], Array]:
+            def shown() -> Array:
+                item = online_softmax.per_token(items.at[lax.rem(number, jnp.int32(rings))])
+                return lax.broadcast_in_dim(item, (HEADS, TOKENS), [1]) >= 0
+
+            return shown
+
+        def value_of(stage: Any, own: int) -> Any:
+            return tile.at[stage, :, pl.ds(own * columns, columns)]
+
+        mine = pl.ds(first_head, own_heads)
+
+        def store_out(own: int, out: Array, total: Array) -> None:
+            target = out_ref.at[part, request, mine, pl.ds(own * columns, columns)]
+            tiles.store_rows(target, online_softmax.mean(out, total), plgpu.Layout.WGMMA)
+
+        def store_sums(top: Array, total: Array) -> None:
+            sums = online_softmax.log_sum_exp(top, total)
+            tiles.store_rows(sum_ref.at[part, request, mine], sums, plgpu.Layout.WGMMA.reduce(1))
+
+        def alone(own: int) -> None:
             def one(number: Any, state: Any) -> Any:
                 stage = lax.rem(number, jnp.int32(stages))
                 plgpu.barrier_wait(ready.at[stage])
-
-                def shown() -> Array:
-                    item = online_softmax.per_token(items.at[lax.rem(number, jnp.int32(rings))])
-                    return lax.broadcast_in_dim(item, (HEADS, TOKENS), [1]) >= 0
-
-                value = tile.at[stage, :, pl.ds(own * columns, columns)]
+                value, shown = value_of(stage, own), shown_in(number)
                 state = online_softmax.step(state, query_tile, tile.at[stage], value, shown, scale)
                 plgpu.barrier_arrive(consumed.at[stage])
                 return state
 
-            state = lax.fori_loop(0, part_tiles, one, online_softmax.start(columns))
-            out, total = online_softmax.finish(state)
-            mine = pl.ds(first_head, own_heads)
-            tiles.store_rows(out_ref.at[part, request, mine, pl.ds(own * columns, columns)], out, plgpu.Layout.WGMMA)
+            out, top, total = lax.fori_loop(0, part_tiles, one, online_softmax.start(columns))
+            store_out(own, out, total)
             if own == 0:
-                tiles.store_rows(sum_ref.at[part, request, mine], total, plgpu.Layout.WGMMA.reduce(1))
+                store_sums(top, total)
 
-        for own in range(CONSUMERS):
+        def lead() -> None:
+            weights, factors, made, taken = exchange
+
+            def one(number: Any, state: Any) -> Any:
+                out, top, total = state
+                stage = lax.rem(number, jnp.int32(stages))
+                plgpu.barrier_wait(ready.at[stage])
+                shown = shown_in(number)
+                weight, shrink, top, total = online_softmax.weigh(top, total, query_tile, tile.at[stage], shown, scale)
+
+                @pl.when(number > 0)
+                def _wait() -> None:
+                    plgpu.barrier_wait(taken)
+
+                weights[...], factors[...] = weight, shrink
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(made)
+                out = online_softmax.add(out, shrink, weight, value_of(stage, 0))
+                plgpu.barrier_arrive(consumed.at[stage])
+                return online_softmax.Softmax(out, top, total)
+
+            out, top, total = lax.fori_loop(0, part_tiles, one, online_softmax.start(columns))
+            plgpu.barrier_wait(taken)
+            factors[...] = total
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(made)
+            store_out(0, out, total)
+            store_sums(top, total)
+
+        def follow() -> None:
+            weights, factors, made, taken = exchange
+
+            def one(number: Any, out: Any) -> Any:
+                stage = lax.rem(number, jnp.int32(stages))
+                plgpu.barrier_wait(made)
+                out = online_softmax.add(out, online_softmax.per_head(factors), weights, value_of(stage, 1))
+                plgpu.barrier_arrive(taken)
+                plgpu.barrier_arrive(consumed.at[stage])
+                return out
+
+            out = lax.fori_loop(0, part_tiles, one, online_softmax.start(columns).out)
+            plgpu.barrier_wait(made)
+            store_out(1, out, online_softmax.per_head(factors))
+
+        roles = (lead, follow) if how.handed_on else (functools.partial(alone, 0), functools.partial(alone, 1))
+        for own, (role, registers) in enumerate(zip(roles, how.consumer_registers, strict=True)):
 
             @pl.when(thread == own)
-            def _consume(own: int = own) -> None:
-                plgpu.set_max_registers(how.consumer_registers, action="increase")
-                consume(own)
+            def _consume(role: Any = role, registers: int = registers) -> None:
+                plgpu.set_max_registers(registers, action="increase")
+                role()
 
         @pl.when(thread == CONSUMERS)
         def _produce() -> None:
             plgpu.set_max_registers(how.producer_registers, action="decrease")
             produce()
 
+    exchange_types = (
+        plgpu.SMEM((HEADS, TOKENS), jnp.bfloat16, transforms=tiles.TILED), plgpu.SMEM((HEADS,), jnp.float32),
+        plgpu.Barrier(), plgpu.Barrier(),
+    )  # fmt: skip
     run = plgpu.kernel(
         mla_kernel,
         out_type=(
@@ -172,6 +240,7 @@ def sparse_mla(
             plgpu.SMEM((rings, TOKENS), jnp.int32),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+            *(exchange_types if how.handed_on else ()),
         ],
         compiler_params=online_softmax.COMPILER_PARAMS,
     )  # fmt: skip

@@ -16,14 +16,16 @@ class Tuning(NamedTuple):
     Attributes:
       split: parts of K, and tiles of 64 records of a part.
       stages: tiles in shared memory at a time; each takes 72 KiB, so 2 is what fits.
-      consumer_registers, producer_registers: of a lane, multiples of 8. Twice the first and the second must not exceed
-        504, which is what three warpgroups start with: more, and a consumer waits for registers for ever.
+      handed_on: whether one consumer computes the weights for both.
+      consumer_registers, producer_registers: of a lane, multiples of 8. Together they must not exceed 504, which is
+        what three warpgroups start with: more, and a consumer waits for registers for ever.
     """
 
     split: Split
     stages: int = 2
-    consumer_registers: int = 240
-    producer_registers: int = 24
+    handed_on: bool = True
+    consumer_registers: tuple[int, int] = (240, 176)
+    producer_registers: int = 88
 
 
 def head_tiles(heads: int) -> int:
@@ -31,7 +33,6 @@ def head_tiles(heads: int) -> int:
     return -(-heads // HEADS)
 
 
-def tuning(requests: int, heads: int, selected: int, fp8: bool) -> Tuning:
-    """The launch for R, N and K. Dequantising takes registers, which the producer gets from the consumers."""
-    parts = split(requests * head_tiles(heads), selected)
-    return Tuning(parts, consumer_registers=224, producer_registers=56) if fp8 else Tuning(parts)
+def tuning(requests: int, heads: int, selected: int) -> Tuning:
+    """The launch for R, N and K."""
+    return Tuning(split(requests * head_tiles(heads), selected))

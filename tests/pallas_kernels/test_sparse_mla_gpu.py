@@ -54,12 +54,14 @@ def test_the_same_bits_wherever_the_rows_lie(record, requests, selected):
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_parts(record):
-    """Any number of parts, the last of them partly or wholly empty."""
+    """Any number of parts, the last of them partly or wholly empty; the same bits with weights handed on or not."""
     case = mla_case(record, 4, 64, 700)
     want = case.want()
     for split in (Split(1, 11), Split(2, 6), Split(3, 4), Split(11, 1), Split(6, 2)):
-        how = tuning(4, 64, 700, record == "fp8")._replace(split=split)
-        agree(attend(case.row, how)(*case.args()), want)
+        how = tuning(4, 64, 700)._replace(split=split)
+        got = attend(case.row, how)(*case.args())
+        agree(got, want)
+        same(attend(case.row, how._replace(handed_on=False))(*case.args()), got, f"{split}: ")
 
 
 @pytest.mark.parametrize("record", RECORDS)
