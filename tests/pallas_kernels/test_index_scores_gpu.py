@@ -34,7 +34,7 @@ def exact(query, weight, keys, scales) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("how", LAUNCHES, ids=str)
 @pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("rows, heads, records", [(3, 32, 1024), (2, 64, 1000), (1, 8, 136), (5, 128, 4096)])
+@pytest.mark.parametrize("rows, heads, records", [(3, 32, 1024), (2, 64, 1000), (1, 8, 136), (3, 128, 2048)])
 def test_dsa_scores(rows, heads, records, kind, how):
     """A sum of 128 products and of the heads rounds by at most (128 + N) eps of its absolute terms."""
     query, weight, keys, scales = dsa_inputs(kind, rows, heads, records)
@@ -55,24 +55,25 @@ def test_dsa_scores(rows, heads, records, kind, how):
 def test_every_key_has_its_own_score(kind):
     """Keys and heads that say where they are: a wrong tile, swizzle or transpose can't hide behind rounding."""
     records, heads = 640, 32
-    query = jnp.zeros((2, heads, 128)).at[:, jnp.arange(heads), jnp.arange(heads)].set(1).astype(jnp.bfloat16)
-    weight = jnp.asarray(2.0 ** -jnp.arange(heads), jnp.float32)[None] * jnp.ones((2, 1))
-    number = jnp.arange(records)
-    bits = (number[:, None] >> (jnp.arange(128) % 10)[None]) & 1
-    keys = jnp.broadcast_to(bits, (2, 2, records, 128)).astype(kind)
-    keys = keys * jnp.asarray([1, 2], keys.dtype)[:, None, None, None] if kind == "bfloat16" else keys
-    scales = None if kind == "bfloat16" else jnp.ones((2, 2, records)) * jnp.asarray([1.0, 2.0])[:, None, None]
+    query = jnp.asarray(np.broadcast_to(np.eye(heads, 128), (2, heads, 128)), jnp.bfloat16)
+    weight = jnp.asarray(np.broadcast_to(2.0 ** -np.arange(heads), (2, heads)), jnp.float32)
+    bits = (np.arange(records)[:, None] >> (np.arange(128) % 10)) & 1
+    layers = np.asarray([1, 2])[:, None, None]
+    keys = np.broadcast_to(bits, (2, 2, records, 128)) * (layers[..., None] if kind == "bfloat16" else 1)
+    keys = jnp.asarray(keys, jnp.float32).astype(kind)
+    scales = None if kind == "bfloat16" else jnp.asarray(np.broadcast_to(layers, (2, 2, records)), jnp.float32)
     got = jax.jit(functools.partial(mosaic_gpu.dsa_scores, scale=1.0))(query, weight, keys, scales, jnp.int32(1))
-    want = 2 * (np.asarray(bits)[:, :heads] * 2.0 ** -np.arange(heads)).sum(-1)
+    want = 2 * (bits[:, :heads] * 2.0 ** -np.arange(heads)).sum(-1)
     np.testing.assert_allclose(np.asarray(got), np.broadcast_to(want, got.shape), rtol=1e-6)
 
 
 def test_queries_of_all_sizes():
     """Heads far apart in size, and a head of zeros: the shift to float16 loses nothing."""
     query, weight, keys, scales = dsa_inputs("float8_e4m3fn", 2, 16, 512)
-    query = query * jnp.asarray(2.0 ** jnp.arange(-60, 100, 10), jnp.bfloat16)[None, :, None]
+    sizes = 2.0 ** np.arange(-40, 120, 10)
+    query = query * jnp.asarray(sizes, jnp.bfloat16)[None, :, None]
     query = query.at[:, 3].set(0)
-    weight = weight * 2.0 ** -jnp.arange(-60, 100, 10)
+    weight = weight * jnp.asarray(1 / sizes, jnp.float32)[None]
     got = jax.jit(functools.partial(mosaic_gpu.dsa_scores, scale=SCALE))(query, weight, keys, scales, jnp.int32(0))
     want, terms = exact(query, weight, keys[0], scales[0])
     assert np.all(np.abs(got - want) <= 160 * np.finfo(np.float32).eps * terms)
