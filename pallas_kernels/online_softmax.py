@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -26,6 +27,17 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes
 _NOTHING = -1e30  # maximum before anything is attended, in units of log2
 _ROW, _COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _LOG2_E = math.log2(math.e)
+
+
+def needs_hopper() -> str | None:
+    """Why the device of this process has no `wgmma`, or None; kernels may be lowered for any GPU that a mesh names."""
+    device = jax.devices()[0]
+    if jax.sharding.get_abstract_mesh().abstract_device is not None or device.platform not in ("gpu", "cuda"):
+        return None
+    capability = str(getattr(device, "compute_capability", "9.0"))
+    if capability.startswith("9."):
+        return None
+    return f"it is written for compute capability 9, {device.device_kind} has {capability}"
 
 
 class Split(NamedTuple):

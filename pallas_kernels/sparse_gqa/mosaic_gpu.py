@@ -47,7 +47,7 @@ def unsupported(query: Array, hot_rows: Array, place: Array, dtype: jnp.dtype, *
     tokens = hot_rows.shape[1] * (hot_rows.shape[2] // (2 * kv_heads * channels // 2))
     if tokens >= 1 << 31:
         return f"the slots of a group hold {tokens} tokens, more than int32 can count"
-    return None
+    return online_softmax.needs_hopper()
 
 
 def mask_words(head_mask: Array) -> Array:

@@ -53,7 +53,7 @@ def unsupported(query: Array, place: Array, row: RowFormat) -> str | None:
         return f"there is nothing to do for a query of {list(query.shape)} and places of {list(place.shape)}"
     if heads % head_tiles(heads):
         return f"{heads} heads can't be shared out evenly over {head_tiles(heads)} programs of at most {HEADS}"
-    return None
+    return online_softmax.needs_hopper()
 
 
 def sparse_mla(
