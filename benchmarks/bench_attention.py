@@ -198,7 +198,7 @@ def gqa(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         chosen = gqa_tuning(spec.requests, spec.kv_heads, tokens, spec.masked)
         launches = [chosen]
         if sweep:
-            for consumers, stages, target in (
+            for consumers, stages, processors in (
                 (1, 2, 132),
                 (1, 3, 132),
                 (1, 6, 132),
@@ -206,7 +206,7 @@ def gqa(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
                 (2, 3, 264),
                 (1, 3, 264),
             ):
-                part = split(spec.requests * spec.kv_heads // consumers, tokens, target=target)
+                part = split(spec.requests * spec.kv_heads // consumers, tokens, processors=processors)
                 launches.append(chosen._replace(split=part, consumers=consumers, stages=stages))
         for i, how in enumerate(launches):
             run = functools.partial(gqa_kernel.sparse_gqa, scale=0.1, how=how)

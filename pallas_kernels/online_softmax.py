@@ -21,7 +21,8 @@ from pallas_kernels.indexed import interpreting
 
 HEADS = 64  # rows of a wgmma tile
 TOKENS = 64  # records (or tokens) of a tile
-PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, so that the order of sums depends on shapes alone
+PROCESSORS = 132  # of an H100 or H200; a constant, so that the order of sums depends on shapes alone
+MAX_PARTS = 32  # that are merged
 # exp2, log2 and reciprocal of the hardware (2 ulp); no sum needs shared memory, which the tiles take all of.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 _NOTHING = -1e30  # maximum before anything is attended, in units of log2
@@ -47,19 +48,28 @@ class Split(NamedTuple):
     tiles: int
 
 
-def split(programs: int, tokens: int, *, target: int = PROGRAMS, least: int = 2) -> Split:
-    """Parts that so many programs are split into, by shape only, so that `target` programs are busy.
+def split(programs: int, tokens: int, *, processors: int = PROCESSORS, least: int = 2) -> Split:
+    """Parts that so many programs are split into, by shape only: those that take the fewest tiles' time.
+
+    Programs run in waves of `processors`. A wave takes the tiles of a part and about two more for its first rows and
+    its results; merging takes about two once.
 
     Args:
       programs: there would be without splitting.
       tokens: keys that each of them attends to.
-      target: programs to aim at, never exceeded by splitting.
+      processors: programs that run at a time.
       least: tiles of a part, if there are as many.
     """
     tiles = max(1, -(-tokens // TOKENS))
-    parts = max(1, min(target // programs, tiles // least))
-    each = -(-tiles // parts)
-    return Split(-(-tiles // each), each)
+
+    def of(parts: int) -> Split:
+        each = -(-tiles // parts)
+        return Split(-(-tiles // each), each)
+
+    def cost(how: Split) -> int:
+        return -(-programs * how.parts // processors) * (how.tiles + 2) + 2 * (how.parts > 1)
+
+    return min((of(parts) for parts in range(1, max(1, min(tiles // least, MAX_PARTS)) + 1)), key=cost)
 
 
 class Softmax(NamedTuple):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import online_softmax, sparse_gqa, sparse_mla
+from pallas_kernels import online_softmax, sparse_gqa, sparse_mla, tiles
 from pallas_kernels.online_softmax import Split, split
 from pallas_kernels.row_format import RowFormat
 from pallas_kernels.sparse_gqa import arg_specs as gqa_specs
@@ -106,6 +107,8 @@ def test_launches(requests, selected):
 def test_split():
     assert split(64, 2048) == Split(2, 16) and split(128, 2048) == Split(1, 32)
     assert split(1, 2048) == Split(16, 2) and split(1, 1) == Split(1, 1) and split(500, 100) == Split(1, 2)
+    assert split(70, 2048).parts > 1  # not half of the processors idle
+    assert split(140, 2048).parts > 1  # nor nearly all of them in a second wave
 
 
 def test_merge_of_parts_where_nothing_was_attended():
@@ -141,3 +144,20 @@ def test_auto_stays_portable_until_the_kernels_are_proved(monkeypatch):
         words = jnp.zeros((1, 1, 256), jnp.uint32)
         bf16 = jnp.dtype(jnp.bfloat16)
         assert why in (gqa_kernel.unsupported(jnp.zeros(shape), words, place, bf16, masked=masked) or "")
+
+
+def test_private_parts_of_jax():
+    """What breaks when JAX changes, beyond what pallas_kernels.indexed names; only that file imports private parts."""
+    used = {
+        "addresses as numbers": (tiles.llvm.ptrtoint, tiles.llvm.inttoptr),
+        "wide loads and stores": (tiles.llvm.load, tiles.llvm.store, tiles.llvm.insertelement),
+        "PTX: asynchronous copies and conversions": tiles.mgpu_utils.inline_ptx,
+        "pointers into refs": tiles.mgpu_utils.memref_ptr,
+        "places of a register array": tiles.mgpu.FragmentedArray.foreach,
+        "rows and columns of a tensor core tile": plgpu.Layout.WGMMA.reduce,
+    }
+    assert all(part is not None for part in used.values())
+    assert hasattr(plgpu.Layout.WGMMA.to_mgpu(), "thread_idxs")
+    root = pathlib.Path(tiles.__file__).parent
+    mine = [root / "tiles.py", root / "online_softmax.py", *root.glob("sparse_*/*.py")]
+    assert not [path.name for path in mine if "jax._src" in path.read_text()]
