@@ -41,11 +41,24 @@ SWEPT = ("dsa_r64_128k", "dsa_r8_128k", "dsa_r64_32k", "glm52_fp8_r32", "llama_r
 RUNS, CACHE_BYTES = 20, 60 << 20
 
 
-def all_times_us(function: Callable[..., Any], *args: Any) -> list[tuple[str, float]]:
-    """Name and device time of every kernel of one run (CUPTI); a first run warms up."""
-    jax.block_until_ready(function(*args))
-    _, timings = profiler.measure(function, aggregate=False)(*args)
-    return [(kernel, 1e3 * ms) for kernel, ms in timings or []]
+def runs_us(function: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> list[list[tuple[str, float]]]:
+    """Name and device time of every kernel (CUPTI) of each run of a jitted function; one run before warms up."""
+    jax.block_until_ready(function(*inputs[0]))
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready([function(*args) for args in inputs])
+    finally:
+        timings = cupti._cupti_get_timings(True)
+    each, left = divmod(len(timings), len(inputs))
+    assert not left, f"{len(timings)} kernels in {len(inputs)} runs"
+    kernels = [(kernel, 1e3 * ms) for kernel, ms in timings]
+    return [kernels[i * each : (i + 1) * each] for i in range(len(inputs))]
+
+
+def total_us(function: Callable[..., Any], *args: Any, runs: int = 5) -> list[float]:
+    """Device time of all kernels of each run."""
+    return [sum(us for _, us in kernels) for kernels in runs_us(function, [args] * runs)]
 
 
 def peaks() -> dict[str, float]:
@@ -53,38 +66,21 @@ def peaks() -> dict[str, float]:
     values, square = jnp.ones(1 << 29, jnp.float32), jnp.ones((8192, 8192), jnp.bfloat16)
     read, matmul = jax.jit(jnp.sum), jax.jit(lambda a: a @ a)
 
-    def best(function: Callable[..., Any], arg: jax.Array) -> float:
-        return min(sum(us for _, us in all_times_us(function, arg)) for _ in range(5))
-
     return {
-        "hbm_read_gb_s": values.nbytes / best(read, values) / 1e3,
-        "bf16_tflop_s": 2 * 8192**3 / best(matmul, square) / 1e6,
+        "hbm_read_gb_s": values.nbytes / min(total_us(read, values)) / 1e3,
+        "bf16_tflop_s": 2 * 8192**3 / min(total_us(matmul, square)) / 1e6,
     }
 
 
 def timed(run: Callable[..., Any], inputs: list[tuple[Any, ...]], name: str) -> dict[str, Any]:
     """Warm and cold times of the kernel `name`, and of what is around it."""
-    jitted = jax.jit(run)
-    jax.block_until_ready(jitted(*inputs[0]))
-    record: dict[str, Any] = {}
+    jitted, record = jax.jit(run), {}
     for temperature, args in (("warm", inputs[:1]), ("cold", inputs)):
-        runs = [once_us(jitted, *arg) for arg in itertools.islice(itertools.cycle(args), RUNS)][2:]
+        runs = runs_us(jitted, list(itertools.islice(itertools.cycle(args), RUNS)))[2:]
         for what in ("device", "around"):
-            sums = [sum(us for n, us in times if (name in n) == (what == "device")) for times in runs]
+            sums = [sum(us for n, us in kernels if (name in n) == (what == "device")) for kernels in runs]
             record |= common.summary(f"{temperature}_{what}", np.asarray(sums))
     return record
-
-
-def once_us(function: Callable[..., Any], *args: Any) -> list[tuple[str, float]]:
-    """As `all_times_us` without a run before."""
-    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
-    jax.block_until_ready(args)
-    cupti._cupti_init()
-    try:
-        jax.block_until_ready(function(*args))
-    finally:
-        timings = cupti._cupti_get_timings(True)
-    return [(kernel, 1e3 * ms) for kernel, ms in timings]
 
 
 def torch_topk_us(shape: tuple[int, int], k: int) -> dict[str, float]:
@@ -109,7 +105,7 @@ def torch_topk_us(shape: tuple[int, int], k: int) -> dict[str, float]:
 def topk_launches(rows: int, context: int) -> list[TopkTuning]:
     """Launches worth a try."""
     out = []
-    for programs, threads, in_flight in itertools.product((1, 2, 4, 8), (4, 8), (2, 4, 8)):
+    for programs, threads, in_flight in itertools.product((1, 2, 4, 8), (4, 8), (2, 4)):
         fits = 4 * share_of(context, programs) <= RESIDENT_BYTES
         if rows * programs >= 32:
             out += [TopkTuning(programs, threads, in_flight, kept) for kept in ((True, False) if fits else (False,))]
@@ -149,7 +145,7 @@ def topks(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
             except Exception as error:  # a launch that doesn't fit must not end the sweep
                 record["error"] = str(error)[:200]
             yield record
-        times = [sum(us for _, us in all_times_us(want_of, normal[0], length)) for _ in range(3)]
+        times = total_us(want_of, normal[0], length)
         yield at | {"implementation": "xla", "cold_device_us": float(np.median(times))}
         yield at | {"implementation": "torch"} | torch_topk_us((spec.rows, spec.context), spec.selected)
 
@@ -231,7 +227,7 @@ def _scored(
         record["error"] = str(error)[:200]
     yield record
     if with_xla:
-        times = [sum(us for _, us in all_times_us(jax.jit(xla), *inputs)) for _ in range(3)]
+        times = total_us(jax.jit(xla), *inputs)
         yield at | {"implementation": "xla", "cold_device_us": float(np.median(times))}
 
 
