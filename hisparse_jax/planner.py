@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import isfinite
 
 from rich.console import Console, Group
 from rich.table import Table
 
 from hisparse_jax.cache.layout import MAX_HOT_SLOTS, Layout, Residency, gib
+from hisparse_jax.config import CacheConfig
 from hisparse_jax.errors import UserError
 from hisparse_jax.prefetch import Fetch, schedule
 
@@ -22,6 +24,7 @@ GIB = 2**30
 # Share of selected records that miss, 0.30 (H / K)^-1.13: within a point of the 30, 13.4 and 6.7 % measured on a
 # GLM-5.1 trace at K = 2048 and H = K, 2K, 4K (LRU).
 _MISS_AT_K, _MISS_EXPONENT = 0.30, -1.13
+_SCRATCH = "prefill scratch, one request"
 _HOT_PER_SELECTED = (1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16)
 
 
@@ -39,6 +42,8 @@ class Sizes:
       index_scale_bytes: bytes of its scale, 0 if it has none.
       parameter_bytes: bytes of all parameters.
       max_tokens: longest context the model was made for.
+      prompt_index: prefill keeps index keys and scales of the whole prompt beside its rows; otherwise they are made
+        when the request is admitted (Quest's bounds).
     """
 
     name: str
@@ -50,6 +55,7 @@ class Sizes:
     index_scale_bytes: int
     parameter_bytes: int
     max_tokens: int
+    prompt_index: bool = True
 
     @property
     def layers(self) -> int:
@@ -59,6 +65,12 @@ class Sizes:
     def tables(self) -> int:
         """Layers that select: anchors."""
         return len(self.group_sizes)
+
+    def scratch_bytes(self, context_tokens: int, chunk: int) -> int:
+        """Bytes that prefill of one request takes, whatever the residency: rows of all layers, and index state."""
+        tokens = -(-context_tokens // chunk) * chunk
+        index = self.tables * (self.index_key_bytes + self.index_scale_bytes) if self.prompt_index else 0
+        return tokens * (self.layers * self.row_bytes + index) // self.record_tokens
 
 
 @dataclass(frozen=True)
@@ -70,12 +82,14 @@ class Settings:
       hot_slots: replaceable slots of a request on the device.
       ring_slots: slots for the newest records.
       page_records: records of one host page.
+      prefill_chunk: prompt tokens of one prefill call; prefill scratch is a multiple of it.
     """
 
     context_tokens: int
     hot_slots: int
     ring_slots: int = 64
     page_records: int = 64
+    prefill_chunk: int = 512
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ class Machine:
       link_gb_s: rows of a kilobyte gathered from host memory, GB/s.
       memory_gb_s: reads of the device's own memory, GB/s.
       devices: the parameters are split over this many; every device serves its own requests.
-      reserved: share of the device's memory kept for activations, prefill and the runtime.
+      reserved: share of the device's memory kept for activations and the runtime.
       source: where the two speeds come from.
     """
 
@@ -144,27 +158,44 @@ class Plan:
 
     Attributes:
       sizes, settings, machine: what was planned.
-      cache_bytes: memory of the device that is left for the caches of requests.
+      scratch_bytes: memory of the device for prefill of one request at a time, in either residency.
+      cache_bytes: memory of the device that is left for the caches of requests; less than 0 if the scratch is too
+        large.
       full, hisparse: needs in both residencies.
       fetches: the fetches of a decode step in the order they are issued.
       choices: hot slots to choose from, with their needs.
-      recommended_hot_slots: the choice with the largest bound of throughput, the smallest of equals.
+      recommended_hot_slots: the choice with the largest bound of throughput, the smallest of equals; None if not
+        even one request fits.
     """
 
     sizes: Sizes
     settings: Settings
     machine: Machine
+    scratch_bytes: int
     cache_bytes: int
     full: Need
     hisparse: Need
     fetches: tuple[Fetch, ...]
     choices: Mapping[int, Need]
-    recommended_hot_slots: int
+    recommended_hot_slots: int | None
 
 
 def miss_rate(hot_slots: int, selected: int) -> float:
     """Expected share of selected records that miss."""
     return _MISS_AT_K * (hot_slots / selected) ** _MISS_EXPONENT
+
+
+def check_machine(machine: Machine) -> None:
+    """Refuses memories and numbers of devices that nothing can be planned for.
+
+    Raises:
+      UserError: one is not more than 0, or not a number.
+    """
+    for option, count in (("--device-gib", machine.device_bytes), ("--host-gib", machine.host_bytes)):
+        if not (count > 0 and isfinite(count)):
+            raise UserError(f"{option} must be more than 0 and finite, got {count / GIB:g}")
+    if machine.devices < 1:
+        raise UserError(f"--devices must be at least 1, got {machine.devices}")
 
 
 def plan(sizes: Sizes, settings: Settings, machine: Machine) -> Plan:
@@ -173,6 +204,7 @@ def plan(sizes: Sizes, settings: Settings, machine: Machine) -> Plan:
     Raises:
       UserError: sizes that do not go together, or parameters that do not fit.
     """
+    check_machine(machine)
     if settings.context_tokens > sizes.max_tokens:
         raise UserError(
             f"the context of {settings.context_tokens} tokens is longer than the {sizes.max_tokens} of {sizes.name}"
@@ -180,16 +212,19 @@ def plan(sizes: Sizes, settings: Settings, machine: Machine) -> Plan:
     usable = int(machine.device_bytes * (1 - machine.reserved))
     left = usable - sizes.parameter_bytes // machine.devices
     if left <= 0:
-        at_least = -(-sizes.parameter_bytes // usable)
+        at_least = -(-sizes.parameter_bytes // max(usable, 1))
         raise UserError(
             f"the parameters of {sizes.name} take {gib(sizes.parameter_bytes // machine.devices)} of each of "
             f"{machine.devices} x {machine.name}, and {gib(usable)} can be used: split them over {at_least} or more"
         )
+    scratch = sizes.scratch_bytes(settings.context_tokens, settings.prefill_chunk)
+    left -= scratch
     try:
         full = _need(sizes, settings, machine, "full", left, settings.hot_slots)
         sparse = _need(sizes, settings, machine, "hisparse", left, settings.hot_slots)
     except ValueError as error:
-        raise UserError(f"cache.{error}") from error
+        setting = str(error).split()[0] in {field.name for field in fields(CacheConfig)}
+        raise UserError(f"cache.{error}" if setting else f"the cache can't be planned: {error}") from error
     records = -(-settings.context_tokens // sizes.record_tokens)
     most = min(MAX_HOT_SLOTS, max(records, sizes.selected))
     slots = [int(sizes.selected * ratio) for ratio in _HOT_PER_SELECTED]
@@ -198,8 +233,9 @@ def plan(sizes: Sizes, settings: Settings, machine: Machine) -> Plan:
         for hot in slots
         if sizes.selected <= hot <= most
     }  # fmt: skip
-    best = max(choices, key=lambda hot: (choices[hot].tokens_per_s, -hot))
-    return Plan(sizes, settings, machine, left, full, sparse, schedule(sizes.group_sizes), choices, best)
+    fitting = [hot for hot, need in choices.items() if need.most_requests]
+    best = max(fitting, key=lambda hot: (choices[hot].tokens_per_s, -hot), default=None)
+    return Plan(sizes, settings, machine, scratch, left, full, sparse, schedule(sizes.group_sizes), choices, best)
 
 
 def _need(
@@ -229,7 +265,7 @@ def _need(
         device["index scales"] = records * sizes.tables * sizes.index_scale_bytes
     device["tables"] = layout.device_bytes()["metadata"]
     host = layout.host_bytes()
-    fits = {"device": cache_bytes // sum(device.values())}
+    fits = {"device": max(cache_bytes, 0) // sum(device.values())}
     if host:
         fits["host"] = machine.host_bytes // host
     limited_by = min(fits, key=lambda name: fits[name])
@@ -268,9 +304,32 @@ def show(plan: Plan, console: Console) -> None:
         f"{_gb(grows_not)} of rows and tables that don't grow with the context, and {_gb(resident)} of index state "
         f"that does and stays there; its rows take {_gb(sparse.host)} of host memory."
     )
+    if plan.recommended_hot_slots is None:
+        console.print(_nothing_fits(plan))
+        return
     console.print(
         f"Recommended hot slots: [bold]{plan.recommended_hot_slots}[/bold] (K = {plan.sizes.selected}). Times are "
         "bounds from bandwidths, not forecasts."
+    )
+
+
+def _nothing_fits(plan: Plan) -> str:
+    """Why not even one request fits with the fewest hot slots, by the largest thing that it needs."""
+    hot, need = min(plan.choices.items())
+    if need.limited_by == "host":
+        where, have, parts = "in host memory", plan.machine.host_bytes, {"host pool": need.host}
+        remedy = "give --host-gib or a shorter --context-tokens"
+    else:
+        where, have = "on the device beside the parameters", plan.cache_bytes + plan.scratch_bytes
+        parts = {_SCRATCH: plan.scratch_bytes, **need.device}
+        remedy = "give more --devices or --device-gib, or a shorter --context-tokens"
+    largest = max(parts, key=lambda name: parts[name])
+    instead = f" In full residency {plan.full.most_requests:,} fit." if plan.full.most_requests else ""
+    return (
+        f"[bold red]nothing fits:[/bold red] one request of {plan.settings.context_tokens:,} tokens with {hot} hot "
+        f"slots needs {_gb(sum(parts.values()))} {where}, and there is {_gb(have)}; the largest need is "
+        f"{largest.split(',')[0]} with "
+        f"{_gb(parts[largest])}: {remedy}.{instead}"
     )
 
 
@@ -282,13 +341,14 @@ def _sizes_table(plan: Plan) -> Table:
     sizes, machine = plan.sizes, plan.machine
     per = f"{sizes.record_tokens} tokens" if sizes.record_tokens > 1 else "token"
     table = Table("what", "size", title=f"{sizes.name} on {machine.devices} x {machine.name}", title_justify="left")
+    left, reserved = _gb(max(plan.cache_bytes, 0)), f"{machine.reserved:.0%} reserved"
     rows = {
         f"row, per {per} and layer": f"{sizes.row_bytes:,} B",
         f"index key, per {per} and anchor": f"{sizes.index_key_bytes:,} B + {sizes.index_scale_bytes} B of scale",
         f"rows, per {per}": f"{sizes.layers} layers, {sizes.layers * sizes.row_bytes:,} B",
         f"index keys, per {per}": f"{sizes.tables} anchors, {sizes.tables * sizes.index_key_bytes:,} B",
         "parameters": f"{_gb(sizes.parameter_bytes)}, {_gb(sizes.parameter_bytes // machine.devices)} on each device",
-        "left for caches": f"{_gb(plan.cache_bytes)} of {_gb(machine.device_bytes)} ({machine.reserved:.0%} reserved)",
+        "left for caches": f"{left} of {_gb(machine.device_bytes)} ({reserved})",
         "host memory": _gb(machine.host_bytes),
         "link": f"{machine.link_gb_s:g} GB/s ({machine.source})",
     }
@@ -304,10 +364,11 @@ def _need_table(plan: Plan) -> Table:
     for name in dict.fromkeys(name for need in needs.values() for name in need.device):
         table.add_row(name, *(_gb(need.device[name]) if name in need.device else "" for need in needs.values()))
     table.add_row("[bold]on the device[/bold]", *(f"[bold]{_gb(need.device_bytes)}[/bold]" for need in needs.values()))
+    table.add_row(_SCRATCH, *(_gb(plan.scratch_bytes) for _ in needs))
     table.add_row("in host memory", *(_gb(need.host) for need in needs.values()))
     table.add_row("most requests", *(f"{n.most_requests:,} ({n.limited_by} is full)" for n in needs.values()))
-    table.add_row("step, at least", *(f"{need.step_s * 1e3:.2f} ms" for need in needs.values()))
-    table.add_row("tokens/s, at most", *(f"{need.tokens_per_s:,.0f}" for need in needs.values()))
+    table.add_row("step, at least", *(f"{n.step_s * 1e3:.2f} ms" if n.most_requests else "" for n in needs.values()))
+    table.add_row("tokens/s, at most", *(f"{n.tokens_per_s:,.0f}" if n.most_requests else "" for n in needs.values()))
     return table
 
 
