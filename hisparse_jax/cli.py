@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -38,10 +39,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def _load(name: str, overrides: list[str] | None, runs: str | None = None) -> configs.Config:
-    changes = list(overrides or [])
-    if runs is not None:
-        changes.append(f"runs={runs!r}")
-    return configs.load(name, changes)
+    config = configs.load(name, overrides or [])
+    return config if runs is None else dataclasses.replace(config, runs=runs)
 
 
 @app.command()

@@ -211,6 +211,8 @@ def load(name_or_path: str, overrides: Sequence[str] = ()) -> Config:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"{path}: the config can't be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: the config can't be read: it is not UTF-8 text") from error
     else:
         if name_or_path not in preset_names():
             close = _did_you_mean(name_or_path, preset_names())
@@ -233,6 +235,7 @@ def parse(text: str, origin: str, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{origin}: expected a mapping of sections, got {type(raw).__name__}")
     for override in overrides:
         _override(raw, override)
+    raw = {key: {} if value is None else value for key, value in raw.items()}  # a section left empty
     try:
         # Through JSON, whose strict mode takes mappings for dataclasses and lists for tuples, and nothing else.
         config = TypeAdapter(Config).validate_json(json.dumps(raw, default=str))
@@ -256,10 +259,15 @@ def _override(raw: dict[str, Any], override: str) -> None:
         raise UserError(f"--set takes dotted.key=value, got {override!r}")
     *sections, last = key.split(".")
     for section in sections:
-        raw = raw.setdefault(section, {})
+        if raw.get(section) is None:
+            raw[section] = {}
+        raw = raw[section]
         if not isinstance(raw, dict):
             raise UserError(f"--set {key}: {section} is not a section")
-    raw[last] = YAML(typ="safe", pure=True).load(value)
+    try:
+        raw[last] = YAML(typ="safe", pure=True).load(value)
+    except YAMLError as error:
+        raise UserError(f"--set {key}: {value!r} is not valid YAML") from error
 
 
 def _problems(error: ValidationError) -> Iterable[str]:

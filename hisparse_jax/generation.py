@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from hisparse_jax.config import Config, parse
+from hisparse_jax.assembly import make_budget, make_layout, open_model
+from hisparse_jax.config import Config, QuestSelection, parse
 from hisparse_jax.engine.engine import Engine, Events
 from hisparse_jax.engine.requests import Request
 from hisparse_jax.errors import UserError
-from hisparse_jax.experiment import make_budget, make_layout, open_model
 from hisparse_jax.sampling import SamplingParams
 from hisparse_jax.tokenizer import Tokenizer
 from models.dsa_config import DsaConfig
@@ -100,12 +100,14 @@ class Generated:
       tokens: generated ids.
       finish: "length" or "stop".
       prompt_tokens: length of the prompt.
+      valid_output: false for "no_io", which moves no bytes.
     """
 
     text: str
     tokens: list[int]
     finish: str
     prompt_tokens: int
+    valid_output: bool
 
 
 def generate(
@@ -157,7 +159,11 @@ def generate(
         stopped_by_string = done.finish == "stop" and done.tokens[-1] not in stop_tokens
         if not stopped_by_string and (rest := streams[number].finish()):
             on_text(number, rest)
-        results.append(Generated(streams[number].text, done.tokens, str(done.finish), len(done.request.prompt)))
+        results.append(
+            Generated(
+                streams[number].text, done.tokens, str(done.finish), len(done.request.prompt), residency != "no_io"
+            )
+        )  # fmt: skip
     return results, engine
 
 
@@ -193,6 +199,8 @@ def run(options: Options, console: Console) -> None:
         raise UserError("no prompt: give --prompt or --prompt-file")
     if any(not prompt.strip() for prompt in prompts):
         raise UserError("a prompt is empty: give at least one word")
+    if "" in options.stop:
+        raise UserError("--stop is empty: give a string that ends the text, or leave it out")
     config = _config(options, len(prompts))
     opened = open_model(config)
     if opened.tokenizer is None:
@@ -202,10 +210,10 @@ def run(options: Options, console: Console) -> None:
     for number, prompt in enumerate(prompts):
         text = opened.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
         sampling = SamplingParams(
-            options.temperature, options.top_p, options.top_k, options.seed + number, options.repetition_penalty,
-            options.banned,
+            temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed + number,
+            repetition_penalty=options.repetition_penalty, banned=options.banned,
         )  # fmt: skip
-        requests.append(Request(tuple(opened.tokenizer.encode(text)), options.max_new_tokens, sampling))
+        requests.append(Request(tuple(opened.tokenizer.encode(text)), config.decode.max_new_tokens, sampling))
 
     streams = len(prompts) == 1 and not options.as_json
 
@@ -225,7 +233,7 @@ def run(options: Options, console: Console) -> None:
             console.out(result.text)
     if not options.as_json:
         metrics = engine.metrics
-        note = "" if options.residency != "no_io" else "; nothing was fetched: the text is invalid"
+        note = "" if results[0].valid_output else "; nothing was fetched: the text is invalid"
         rate = metrics.hit_rate()
         hits = "" if np.isnan(rate) else f", hit rate {100 * rate:.1f}%"
         Console(stderr=True).print(
@@ -237,12 +245,16 @@ def run(options: Options, console: Console) -> None:
 def _config(options: Options, prompts: int) -> Config:
     """A config of the options: Quest with the defaults of `hisparse_jax.config`, or the model's own indexer."""
     path = checkpoint_path(options.model)
-    kind = "dsa" if _has_indexer(path) else "quest"
+    cache = {"request_slots": min(prompts, 8)}
+    if _has_indexer(path):
+        selection = {"kind": "dsa"}
+    else:  # pages: a default made for tokens would be sixteen times too many
+        selection, cache["hot_slots"] = {"kind": "quest"}, 2 * QuestSelection().budget_pages
     raw = {
         "name": "generate",
         "model": {"path": str(path)},
-        "selection": {"kind": kind},
-        "cache": {"request_slots": min(prompts, 8)},
+        "selection": selection,
+        "cache": cache,
         "prompt": {"source": "random", "tokens": 1},
         "decode": {"residencies": [options.residency], "max_new_tokens": options.max_new_tokens},
     }

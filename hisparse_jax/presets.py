@@ -8,11 +8,11 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from hisparse_jax import planner
+from hisparse_jax.assembly import model_file
 from hisparse_jax.cache.layout import Records
 from hisparse_jax.checkpoint.gguf import GgufFile
 from hisparse_jax.config import Config, ModelConfig, QuestSelection
 from hisparse_jax.errors import UserError
-from hisparse_jax.experiment import model_file
 from hisparse_jax.planner import Machine, Plan, Settings, Sizes
 from hisparse_jax.selection import QuestRule
 from models import gguf_models, registry
@@ -22,11 +22,12 @@ from models.opened import Opened
 from models.sizes import PUBLISHED, dsa_parameters, dsa_sizes, gqa_sizes
 
 _CACHE_SHARE = 0.25  # of the usable memory, left for caches when the number of devices is chosen here
+_MOST_DEVICES = 1024  # that are chosen here
 
 
 def plan_config(
     config: Config, machine: str | Machine = "H200", *, context_tokens: int | None = None, devices: int | None = None,
-    device_bytes: int | None = None, host_bytes: int | None = None,
+    device_bytes: float | None = None, host_bytes: float | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of an experiment. Reads headers at most; allocates nothing.
 
@@ -35,34 +36,44 @@ def plan_config(
       machine: one of `planner.MACHINES`, in any case, or a machine.
       context_tokens: instead of the config's; the longest the model was made for if neither is given.
       devices: the parameters are split over this many; the fewest, doubling, that leave a quarter of the memory for
-        caches if not given.
+        scratch and caches if not given, up to 1024.
       device_bytes: instead of the machine's device memory.
       host_bytes: instead of the machine's host memory.
     Raises:
-      UserError: an unknown machine or model, or sizes that do not go together.
+      UserError: an unknown machine or model, memory that is not more than 0, or sizes that do not go together.
     """
     if isinstance(machine, str):
         known = {name.lower(): one for name, one in planner.MACHINES.items()}
         if machine.lower() not in known:
             raise UserError(f"no machine is called {machine!r}; there are {', '.join(planner.MACHINES)}")
         machine = known[machine.lower()]
-    machine = replace(
-        machine, device_bytes=device_bytes or machine.device_bytes, host_bytes=host_bytes or machine.host_bytes
-    )
-    sizes = model_sizes(config)
+    memories = {"device_bytes": device_bytes, "host_bytes": host_bytes}
+    machine = replace(machine, **{name: count for name, count in memories.items() if count is not None})
+    machine = machine if devices is None else replace(machine, devices=devices)
+    planner.check_machine(machine)
+    machine = replace(machine, device_bytes=int(machine.device_bytes), host_bytes=int(machine.host_bytes))
+    context = config.cache.context_tokens if context_tokens is None else context_tokens
+    if context is not None and context < 1:
+        raise UserError(f"--context-tokens must be at least 1, got {context}")
+    sizes = model_sizes(config, context)
     settings = Settings(
-        context_tokens=context_tokens or config.cache.context_tokens or sizes.max_tokens,
+        context_tokens=sizes.max_tokens if context is None else context,
         hot_slots=config.cache.hot_slots,
         ring_slots=config.cache.ring_slots,
         page_records=config.cache.page_records,
+        prefill_chunk=config.decode.prefill_chunk,
     )
-    machine = replace(machine, devices=devices or _fewest_devices(sizes, machine))
+    if devices is None:
+        machine = replace(machine, devices=_fewest_devices(sizes, machine))
     return planner.plan(sizes, settings, machine)
 
 
-def model_sizes(config: Config) -> Sizes:
+def model_sizes(config: Config, context_tokens: int | None = None) -> Sizes:
     """What the model of a config stores.
 
+    Args:
+      config: as in `plan_config`.
+      context_tokens: the planned context, which bounds a selection; the longest the model was made for if not given.
     Raises:
       UserError: the model isn't there or isn't supported.
     """
@@ -82,7 +93,7 @@ def model_sizes(config: Config) -> Sizes:
         opened = registry.open_folder(path, rule=_rule(config), dtype=model.dtype)
     else:
         opened = gguf_models.open_gguf(GgufFile(path), _rule(config), model.dtype)
-    return _gqa(path.name, opened, config)
+    return _gqa(path.name, opened, config, context_tokens)
 
 
 def _dsa(name: str, shape: DsaConfig, model: ModelConfig, parameter_bytes: int) -> Sizes:
@@ -90,15 +101,16 @@ def _dsa(name: str, shape: DsaConfig, model: ModelConfig, parameter_bytes: int) 
     return dsa_sizes(name, shape, record=stored[0], index_keys=stored[1], parameter_bytes=parameter_bytes)
 
 
-def _gqa(name: str, opened: Opened, config: Config) -> Sizes:
+def _gqa(name: str, opened: Opened, config: Config, context_tokens: int | None) -> Sizes:
     shape = opened.config
     if not isinstance(shape, GqaConfig):
         raise UserError(f"{name}: a model of this kind can't be planned yet")
-    records: Records = opened.model.records(shape.max_tokens)
-    return gqa_sizes(
+    records: Records = opened.model.records(shape.max_tokens if context_tokens is None else context_tokens)
+    sizes = gqa_sizes(
         name, shape, page_tokens=records.record_tokens, selected=records.selected,
         itemsize=jnp.dtype(config.model.dtype).itemsize, parameter_bytes=opened.parameter_bytes,
     )  # fmt: skip
+    return replace(sizes, prompt_index=False)
 
 
 def _rule(config: Config) -> QuestRule:
@@ -110,6 +122,6 @@ def _rule(config: Config) -> QuestRule:
 
 def _fewest_devices(sizes: Sizes, machine: Machine) -> int:
     usable, devices = machine.device_bytes * (1 - machine.reserved), 1
-    while sizes.parameter_bytes / devices > usable * (1 - _CACHE_SHARE):
+    while devices < _MOST_DEVICES and sizes.parameter_bytes / devices > usable * (1 - _CACHE_SHARE):
         devices *= 2
     return devices

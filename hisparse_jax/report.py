@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hisparse_jax.cache.layout import Budget, Layout, Residency, gib
-from hisparse_jax.errors import UserError
 
 if TYPE_CHECKING:
     from hisparse_jax.experiment import Outcome
@@ -70,11 +69,10 @@ def show(console: Console, result: Mapping[str, Any], outcomes: Sequence[Outcome
     console.rule("generated text")
     console.print(escape(result["text"]))
     console.rule()
-    first = outcomes[0].residency
-    compared = [outcome.residency for outcome in outcomes[1:] if outcome.residency != "no_io"]
-    if compared:
+    if result["bitwise"] is not None:
+        compared = ", ".join(outcome.residency for outcome in outcomes if outcome.residency != "no_io")
         verdict = "yes, bitwise (logits of every step)" if result["bitwise"] else "[red]no[/red]"
-        console.print(f"outputs identical ({first}, {', '.join(compared)}): [bold]{verdict}[/bold]")
+        console.print(f"outputs identical ({compared}): [bold]{verdict}[/bold]")
     table = Table(title="decoding", title_justify="left")
     table.add_column("")
     for outcome in outcomes:
@@ -83,7 +81,9 @@ def show(console: Console, result: Mapping[str, Any], outcomes: Sequence[Outcome
     figures = [result["outcomes"][outcome.residency] for outcome in outcomes]
     table.add_row("hit rate", *[_percent(one["hit_rate"]) for one in figures])
     table.add_row("bytes fetched per token", *[gib(int(one["fetched_bytes_per_token"])) for one in figures])
-    table.add_row("tokens/s", *[f"{one['decode_tokens_per_s']:.1f}" for one in figures])
+    table.add_row(
+        "tokens/s", *["-" if (rate := one["decode_tokens_per_s"]) is None else f"{rate:.1f}" for one in figures]
+    )
     table.add_row("prefill, s", *[f"{one['prefill_s']:.1f}" for one in figures])
     table.add_row("compilation, s", *[f"{one['compile_s']:.1f}" for one in figures])
     console.print(table)
@@ -97,16 +97,16 @@ def _percent(rate: float | None) -> str:
     return "-" if rate is None else f"{100 * rate:.1f}%"
 
 
-def plot(path: Path, outcomes: Sequence[Outcome]) -> None:
+def plot(path: Path, outcomes: Sequence[Outcome]) -> bool:
     """Hit rate over steps and by table, and resident bytes against context for each residency, as a PNG.
 
-    Raises:
-      UserError: matplotlib is not installed.
+    Returns:
+      whether there is a plot: not without matplotlib.
     """
     try:
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("the plot needs matplotlib: pip install 'hisparse-jax[plots]'") from error
+    except ImportError:
+        return False
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     over_steps, by_table, against_context = figure.subplots(1, 3)
     for outcome in outcomes:
@@ -136,3 +136,4 @@ def plot(path: Path, outcomes: Sequence[Outcome]) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower right" if axes is not against_context else "upper left")
     figure.savefig(path, dpi=110)
+    return True

@@ -24,8 +24,8 @@ class SamplingParams:
 
     Attributes:
       temperature: 0 takes the most likely token; otherwise logits are divided by it.
-      top_p: only the most likely tokens are drawn from, as few as have this much probability together.
       top_k: only this many of the most likely tokens are drawn from; 0 for all.
+      top_p: only the most likely of those, as few as have this much of their probability together.
       seed: the same seed draws the same tokens.
       repetition_penalty: logits of tokens that the prompt or the output has already are divided by it where positive,
         multiplied where negative (CTRL, arXiv:1909.05858, section 4.1).
@@ -33,8 +33,8 @@ class SamplingParams:
     """
 
     temperature: float = 0.0
-    top_p: float = 1.0
     top_k: int = 0
+    top_p: float = 1.0
     seed: int = 0
     repetition_penalty: float = 1.0
     banned: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class SamplingParams:
         limits = (
             ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1"),
-            ("top_k", self.top_k, self.top_k >= 0, "0 or more"),
+            ("top_k", self.top_k, 0 <= self.top_k < 2**31, "0 or more and less than 2^31"),
             ("seed", self.seed, 0 <= self.seed < 2**32, "between 0 and 2^32 - 1"),
             ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "more than 0"),
         )
@@ -146,10 +146,9 @@ def _draw_one(logits: Array, temperature: Array, top_p: Array, top_k: Array, see
     vocab = logits.shape[0]
     scaled = logits / jnp.where(temperature > 0, temperature, 1)
     order = jnp.argsort(-scaled, stable=True)  # equal logits: the lower id first
-    probability = jax.nn.softmax(scaled[order])
+    kept = jnp.where(jnp.arange(vocab) < jnp.where(top_k > 0, top_k, vocab), scaled[order], -jnp.inf)
+    probability = jax.nn.softmax(kept)
     before = jnp.cumsum(probability) - probability
-    rank = jnp.arange(vocab)
-    kept = (before < top_p) & (rank < jnp.where(top_k > 0, top_k, vocab))
     key = jax.random.fold_in(jax.random.key(seed), position)
-    chosen = jax.random.categorical(key, jnp.where(kept, scaled[order], -jnp.inf))
+    chosen = jax.random.categorical(key, jnp.where(before < top_p, kept, -jnp.inf))
     return order[chosen].astype(jnp.int32)

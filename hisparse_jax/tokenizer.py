@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Tokenizer:
     stop_tokens: tuple[int, ...]
     chat_template: str | None = None
     bos_token: str = ""
+    eos_token: str = ""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; names of control tokens in it are taken as these tokens. None is added."""
@@ -55,12 +57,32 @@ class Tokenizer:
         if self.chat_template is None:
             raise UserError("the model file has no chat template; give a plain prompt (prompt.chat: false)")
         try:
+            from jinja2 import TemplateError
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
             raise UserError("chat templates need jinja2: pip install 'hisparse-jax[models]'") from error
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        template = environment.from_string(self.chat_template)
-        return template.render(messages=list(messages), add_generation_prompt=True, bos_token=self.bos_token)
+        # What published templates use beyond plain Jinja.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        names: dict[str, Any] = {"raise_exception": _refused, "strftime_now": datetime.datetime.now().strftime}
+        environment.filters["tojson"] = _to_json
+        try:
+            return environment.from_string(self.chat_template, globals=names).render(
+                messages=list(messages), add_generation_prompt=True, bos_token=self.bos_token, eos_token=self.eos_token
+            )
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"the model's chat template can't be applied: {error}; give a plain prompt") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
+    """JSON as templates expect it: characters as they are, nothing escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
+
+
+def _refused(message: str) -> None:
+    """What a template calls for messages it doesn't take."""
+    raise UserError(f"the model's chat template refuses the messages: {message}")
 
 
 def from_gguf(file: GgufFile) -> Tokenizer:
@@ -99,12 +121,13 @@ def from_gguf(file: GgufFile) -> Tokenizer:
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in whole])
 
     stops = {file.field(f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")}
-    bos = file.field("tokenizer.ggml.bos_token_id", -1)
+    bos, eos = (file.field(f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos"))
     return Tokenizer(
         backend=backend,
         stop_tokens=tuple(sorted(stops - {-1})),
         chat_template=file.field("tokenizer.chat_template", "") or None,
         bos_token=tokens[bos] if bos >= 0 else "",
+        eos_token=tokens[eos] if eos >= 0 else "",
     )
 
 
@@ -127,6 +150,8 @@ def from_folder(folder: Path) -> Tokenizer:
         raise UserError(f"{path}: the tokenizer can't be read: {error}") from error
     settings = _json(folder / "tokenizer_config.json")
     template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((one["template"] for one in template if one.get("name") == "default"), None)
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     stops: set[int] = set()
@@ -141,6 +166,7 @@ def from_folder(folder: Path) -> Tokenizer:
         stop_tokens=tuple(sorted(stops)),
         chat_template=template if isinstance(template, str) else None,
         bos_token=_name(settings.get("bos_token")),
+        eos_token=eos,
     )
 
 

@@ -189,20 +189,27 @@ class Budget:
 
     def check(self) -> None:
         """Raises MemoryError, with need, have and the settings to change, if something does not fit."""
-        device, host = sum(self.device.values()), sum(self.host.values())
-        if self.shared:
-            device, host = 0, device + host
-        for need, have, where, settings in (
-            (device, self.device_limit, "device", "cache.request_slots, cache.context_tokens or cache.hot_slots"),
-            (host, self.host_limit, "host", "cache.host_pages, cache.request_slots or cache.context_tokens"),
-        ):
+        both = {**self.device, **self.host}
+        kinds = [("host", both, self.host_limit)]
+        if not self.shared:
+            kinds = [("device", self.device, self.device_limit), ("host", self.host, self.host_limit)]
+        for where, parts, have in kinds:
+            need = sum(parts.values())
             if have is not None and need > have:
-                parts = {**self.device, **self.host} if self.shared else (self.host if where == "host" else self.device)
                 largest = max(parts, key=lambda name: parts[name])
                 raise MemoryError(
-                    f"the run needs {gib(need)} of {where} memory and there is {gib(have)}; "
-                    f"the largest part is {largest} with {gib(parts[largest])}: lower {settings}"
+                    f"the run needs {gib(need)} of {where} memory and there is {gib(have)}; the largest part is "
+                    f"{largest} with {gib(parts[largest])}: {_REMEDIES.get(largest, 'lower cache.request_slots')}"
                 )
+
+
+_REMEDIES = {
+    "parameters": "take a smaller model or model.dtype bfloat16",
+    "rows": "lower cache.request_slots, cache.context_tokens or cache.hot_slots",
+    "index": "lower cache.request_slots or cache.context_tokens",
+    "prefill scratch": "lower cache.context_tokens",
+    "host pool": "lower cache.host_pages, cache.request_slots or cache.context_tokens",
+}
 
 
 def gib(count: int) -> str:

@@ -72,7 +72,7 @@ class Engine:
         stop_tokens: Sequence[int] = (), keep_logits: bool = False, implementation: Implementation = "auto",
         events: Events | None = None,
     ) -> None:  # fmt: skip
-        self.layout, self.metrics, self.completions = layout, Metrics(), list[Completion]()
+        self.layout, self.metrics, self.completions = layout, Metrics(layout.tables), list[Completion]()
         self._model, self._params, self._vocab, self._chunk = model, params, vocab, prefill_chunk
         self._stop_tokens, self._events = frozenset(stop_tokens), events or Events()
         self._keep_logits = keep_logits
@@ -217,7 +217,7 @@ class Engine:
                 self._state = place(replace(self._state, cache=cache, remaining=remaining))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _jitted_prefill(model: Model) -> Any:
     """Prefill doesn't depend on the residency, so engines of one model share what is compiled."""
     return jax.jit(model.prefill, donate_argnums=3)

@@ -15,6 +15,7 @@ class Metrics:
     """Counters of every decode step, and seconds by stage.
 
     Attributes:
+      tables: tables of the cache.
       counters: int32 `[tables, R, 3]` for each step: hits, ring hits, misses.
       compile_s: seconds of compilation.
       prefill_s: seconds of prefill and admission.
@@ -23,6 +24,7 @@ class Metrics:
       decode_tokens: tokens that decode steps emitted.
     """
 
+    tables: int
     counters: list[np.ndarray] = field(default_factory=list)
     compile_s: float = 0.0
     prefill_s: float = 0.0
@@ -33,7 +35,7 @@ class Metrics:
     def by_step(self) -> np.ndarray:
         """int64 `[steps, tables, 3]`, all requests together."""
         if not self.counters:
-            return np.zeros((0, 0, 3), np.int64)
+            return np.zeros((0, self.tables, 3), np.int64)
         return np.stack(self.counters).sum(axis=2, dtype=np.int64)
 
     def hit_rate(self, axis: tuple[int, ...] = (0, 1)) -> np.ndarray:

@@ -41,7 +41,8 @@ class Request:
         if total > context_tokens:
             raise UserError(
                 f"the prompt has {len(self.prompt)} tokens and {self.max_new_tokens} new ones are asked for, "
-                f"{total} in all; the context holds {context_tokens}: shorten the prompt or lower max_new_tokens"
+                f"{total} in all; the context holds {context_tokens}: shorten the prompt (prompt.tokens) or lower "
+                "decode.max_new_tokens"
             )
 
 

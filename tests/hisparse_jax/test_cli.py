@@ -84,10 +84,14 @@ def test_overrides_and_a_run_folder_of_ones_own(config: Path) -> None:
         (["run", "CONFIG", "-s", "cache.context_tokens=100"], "the context holds 100"),
         (["run", "CONFIG", "-s", "cache.hot_slot=1"], "did you mean 'hot_slots'"),
         (["run", "CONFIG", "-s", "cache.host_pages=1"], "cache.host_pages must hold at least one request"),
-        (["run", "CONFIG", "-s", "cache.hot_slots=30"], "never missed, so nothing was shown"),
         (["run", "CONFIG", "-s", "prompt.chat=true"], "no chat template"),
         (["run", "CONFIG", "-s", "prompt={source: file, file: none.txt}"], "none.txt can't be read"),
-        (["run", "CONFIG", "-s", "cache.request_slots=900000"], "of host memory and there is"),
+        (
+            ["run", "CONFIG", "-s", "cache.request_slots=900000"],
+            "lower cache.request_slots, cache.context_tokens or cache.hot_slots",
+        ),
+        (["run", "CONFIG", "-s", "cache.hot_slots=[1"], "--set cache.hot_slots: '[1' is not valid YAML"),
+        (["run", "model.gguf"], "it is not UTF-8 text"),
         (["run", "CONFIG", "--runs", "tiny.yaml"], "the run folder can't be made"),
         (["run", "CONFIG", "-s", "selection={kind: dsa}"], "selection.kind"),
     ],
@@ -101,6 +105,46 @@ def test_a_mistake_is_one_line_and_exit_code_2(config: Path, arguments: list[str
     assert done.stderr.startswith("error: ")
     assert says in done.stderr
     assert not list(config.parent.glob("runs/*"))
+
+
+def test_a_run_that_shows_nothing_fails_and_leaves_its_figures(config: Path) -> None:
+    done = hisparse(
+        "run", str(config), "-s", "cache.hot_slots=30", "-s", "decode.residencies=[hisparse]", cwd=config.parent
+    )
+    assert done.returncode == 2
+    assert "error: hisparse: tables [0, 1, 2, 3] never missed, so nothing was shown" in done.stderr
+    [folder] = (config.parent / "runs").iterdir()
+    assert len(json.loads((folder / "result.json").read_text())["unmet"]) == 2
+
+
+def test_a_run_without_a_decode_step(config: Path) -> None:
+    settings = [
+        "-s",
+        "decode.max_new_tokens=1",
+        "-s",
+        "expect.misses=false",
+        "-s",
+        "decode.residencies=[no_io, full, hisparse]",
+    ]
+    done = hisparse("run", str(config), *settings, cwd=config.parent)
+    assert done.returncode == 0, done.stderr
+    assert "outputs identical (full, hisparse): yes, bitwise" in done.stdout
+
+
+def test_the_invalid_output_of_no_io_is_compared_with_nothing(config: Path) -> None:
+    done = hisparse("run", str(config), "-s", "decode.residencies=[no_io, full, hisparse]", cwd=config.parent)
+    assert done.returncode == 0, done.stderr
+    assert "outputs identical (full, hisparse): yes, bitwise" in done.stdout
+
+
+def test_a_run_without_matplotlib_has_no_plot(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib/__init__.py").write_text("raise ImportError")
+    done = hisparse("run", str(config), "-s", "decode.residencies=[hisparse]", "--runs", "a'b", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no plot: it needs matplotlib" in done.stdout
+    [folder] = (tmp_path / "a'b").iterdir()
+    assert [path.name for path in folder.iterdir()] == ["result.json"]
 
 
 def test_debug_shows_the_traceback(config: Path) -> None:

@@ -74,6 +74,11 @@ def test_what_is_wrong_is_named(override: str, says: str) -> None:
     assert says in str(error.value)
 
 
+def test_a_section_left_empty_has_its_defaults() -> None:
+    assert configs.parse(MINIMAL + "cache:\n", "test", ["cache.ring_slots=9"]).cache.ring_slots == 9
+    assert configs.parse(MINIMAL + "cache:\n", "test").cache == configs.CacheConfig()
+
+
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(UserError) as error:
         configs.parse("nam: x\ncache: {hot_slots: x}", "here.yaml")

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hisparse_jax.assembly import make_layout, open_model
 from hisparse_jax.config import parse
 from hisparse_jax.engine.requests import Request
 from hisparse_jax.errors import UserError
-from hisparse_jax.experiment import open_model
 from hisparse_jax.generation import TextStream, checkpoint_path, generate
 from hisparse_jax.sampling import SamplingParams
 from hisparse_jax.tokenizer import from_folder
@@ -87,12 +87,16 @@ def test_several_prompts_at_once_are_the_same_as_one_by_one_in_every_residency(t
     ]
     seen: dict[int, str] = {}
     together = {}
+    calls: list[int] = []
     for residency in ("full", "hisparse"):
         seen.clear()
+        calls.clear()
         opened, config = tiny(path, residency)
         together[residency], engine = generate(
-            opened, requests, config, on_text=lambda number, text: seen.update({number: seen.get(number, "") + text})
-        )
+            opened, requests, config,
+            on_text=lambda number, text: (calls.append(number), seen.update({number: seen.get(number, "") + text}))[1],
+        )  # fmt: skip
+        assert min(calls.count(number) for number in range(3)) > 3  # as it comes, not at the end
         assert [seen.get(number, "") for number in range(3)] == [one.text for one in together[residency]]
     assert engine.metrics.misses_by_table().sum() > 0
     assert together["full"] == together["hisparse"]
@@ -144,6 +148,7 @@ def test_a_hugging_face_folder_with_its_tokenizer(tmp_path: Path, data: Path) ->
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(line["valid_output"] for line in lines)
     assert [line["prompt"] for line in lines] == [0, 1]
     assert [line["prompt_tokens"] for line in lines] == [5, 21]
     assert all(1 <= len(line["tokens"]) <= 5 for line in lines)
@@ -167,6 +172,7 @@ def test_streaming_to_the_terminal(tmp_path: Path, data: Path) -> None:
         (["-p", "x", "-m", "none.gguf"], "none.gguf does not exist"),
         (["-m", "model.gguf"], "no prompt: give --prompt or --prompt-file"),
         (["-m", "model.gguf", "-p", " "], "a prompt is empty"),
+        (["-m", "model.gguf", "-p", "x", "--stop", ""], "--stop is empty"),
         (["-m", "model.gguf", "-f", "none.txt"], "none.txt: the prompt can't be read"),
         (["-m", "model.gguf", "-p", "x", "--temperature", "-1"], "temperature must be 0 or more"),
         (["-m", "model.gguf", "-p", "x", "--ban", "500"], "banned has token ids out of range 0..191"),
@@ -204,6 +210,45 @@ def test_hub_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="install huggingface-hub"):
         checkpoint_path("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% break %}{% endif %}{% endfor %}", "é<"),
+        ("{{ messages[0] | tojson(ensure_ascii=False) }}", '{"role": "user", "content": "é<"}'),
+        ("{{ strftime_now('%Y') | length }}{{ eos_token }}", "4<end>"),
+    ],
+)
+def test_what_published_chat_templates_use(tmp_path: Path, data: Path, template: str, text: str) -> None:
+    made = folder(tmp_path, data)
+    settings = json.loads((made / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    (made / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert from_folder(made).chat([{"role": "user", "content": "é<"}]) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no system') }}", "refuses the messages: no system"),
+        ("{% if %}", "can't be applied"),
+        ("{{ missing.name }}", "can't be applied"),
+    ],
+)
+def test_chat_templates_that_fail(tmp_path: Path, data: Path, template: str, says: str) -> None:
+    made = folder(tmp_path, data)
+    (made / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=says):
+        from_folder(made).chat([{"role": "user", "content": "x"}])
+
+
+def test_a_default_cache_is_no_larger_than_the_longest_history(tmp_path: Path, data: Path) -> None:
+    config = parse(
+        CONFIG.format(path=write(tmp_path / "model.gguf", data), residency="hisparse"), "test", ["cache.hot_slots=4096"]
+    )
+    layout = make_layout(config, open_model(config), "hisparse", 100)
+    assert layout.hot_slots == 13  # pages of 8 tokens
 
 
 def test_folders_without_a_readable_tokenizer(tmp_path: Path, data: Path) -> None:

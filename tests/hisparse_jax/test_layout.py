@@ -103,7 +103,7 @@ def test_the_most_rows_that_int32_can_number():
         layout(group_sizes=(1,), page_records=1, host_pages=2**31)
 
 
-NEEDS = {"device": {"rows": 3000, "index": 96}, "host": {"pool": 5000}}
+NEEDS = {"device": {"rows": 3000, "index": 96}, "host": {"host pool": 5000}}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ NEEDS = {"device": {"rows": 3000, "index": 96}, "host": {"pool": 5000}}
         ),
         (
             {"host_limit": 4999},
-            "needs 4.9 KiB of host memory and there is 4.9 KiB; the largest part is pool with 4.9 KiB: lower "
+            "needs 4.9 KiB of host memory and there is 4.9 KiB; the largest part is host pool with 4.9 KiB: lower "
             "cache.host_pages, cache.request_slots or cache.context_tokens",
         ),
         ({"host_limit": 8095, "shared": True}, "needs 7.9 KiB of host memory and there is 7.9 KiB"),

@@ -67,6 +67,13 @@ def test_top_p_keeps_the_fewest_tokens_that_have_it_together(top_p: float) -> No
     assert likely <= seen
 
 
+def test_top_p_is_a_share_of_what_top_k_left() -> None:
+    order = np.argsort(-np.asarray(LOGITS[0]))
+    share = np.cumsum(probabilities(np.asarray(LOGITS[0])[order[:4]]))
+    top_p = float(share[1] + share[2]) / 2  # three of the four; of all twelve it would be more
+    assert set(draws(SamplingParams(temperature=1.0, top_k=4, top_p=top_p), 20000)) == set(order[:3])
+
+
 def test_banned_tokens_are_never_chosen_and_banning_the_best_gives_the_second() -> None:
     order = np.argsort(-np.asarray(LOGITS[0])).tolist()
     assert set(draws(SamplingParams(banned=(order[0],)), 5)) == {order[1]}
@@ -111,6 +118,7 @@ def test_a_token_depends_on_its_own_row_seed_and_position_alone() -> None:
         ({"top_p": 0.0}, "top_p must be more than 0 and at most 1, got 0.0"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k must be 0 or more and less than"),
         ({"seed": 2**32}, "seed must be between"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"banned": (VOCAB,)}, "out of range 0..11: "),
