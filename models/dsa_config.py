@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from hisparse_jax.errors import UserError
 from models.config import RopePairing
+from models.config_file import ConfigFile
 from pallas_kernels.row_format import RecordType, RowFormat
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
@@ -178,134 +179,121 @@ class DsaConfig:
         return tuple(runs)
 
 
-def read_config(config: Mapping[str, Any]) -> DsaConfig:
-    """A published `config.json`, in DeepSeek's or in GLM's spelling.
+def read_config(config: Mapping[str, Any], name: str = "config.json") -> DsaConfig:
+    """A published `config.json`, in DeepSeek's or in GLM's spelling; `name` names it in errors.
 
     Raises:
-      UserError: a key that is missing, values that contradict each other, or one that this code does not compute.
+      UserError: a key that is missing or of wrong type, values that contradict each other, or one that this code does
+        not compute.
     """
     try:
-        return _read(config)
+        return _read(ConfigFile(config, name))
     except ValueError as error:
-        raise UserError(f"config.json: {error}") from error
+        raise UserError(f"{name}: {error}") from error
 
 
-def _read(config: Mapping[str, Any]) -> DsaConfig:
-    layers = _need(config, "num_hidden_layers")
+def _read(file: ConfigFile) -> DsaConfig:
+    layers = file.integer("num_hidden_layers")
     for key, wanted in (("hidden_act", "silu"), ("scoring_func", "sigmoid"), ("attention_bias", False),
                         ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):  # fmt: skip
-        if config.get(key, wanted) != wanted:
-            raise UserError(f"config.json: {key} must be {wanted!r}, got {config[key]!r}: this is not supported yet")
-    theta, yarn = _read_rope(config)
-    is_glm = config.get("model_type") == "glm_moe_dsa"
+        if file.values.get(key, wanted) != wanted:
+            raise UserError(f"{file.wrong(key, repr(wanted))}: this is not supported yet")
+    theta, yarn = _read_rope(file)
+    is_glm = file.get("model_type") == "glm_moe_dsa"
     return DsaConfig(
-        vocab=_need(config, "vocab_size"),
-        hidden=_need(config, "hidden_size"),
-        heads=_need(config, "num_attention_heads"),
-        query_latent=_need(config, "q_lora_rank"),
-        latent=_need(config, "kv_lora_rank"),
-        nope=_need(config, "qk_nope_head_dim"),
-        rope=_need(config, "qk_rope_head_dim"),
-        value=_need(config, "v_head_dim"),
-        index_heads=_need(config, "index_n_heads"),
-        index_dim=_need(config, "index_head_dim"),
-        selected=_need(config, "index_topk"),
-        anchors=_read_anchors(config, layers),
-        dense=_read_dense(config, layers),
-        mlp_width=_need(config, "intermediate_size"),
-        expert_width=_need(config, "moe_intermediate_size"),
-        experts=_need(config, "n_routed_experts"),
-        experts_used=_need(config, "num_experts_per_tok"),
-        shared_experts=config.get("n_shared_experts") or 0,
-        expert_groups=config.get("n_group") or 1,
-        expert_groups_used=config.get("topk_group") or 1,
-        routed_factor=config.get("routed_scaling_factor", 1.0),
-        renormalise=config.get("norm_topk_prob", True),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        vocab=file.integer("vocab_size"),
+        hidden=file.integer("hidden_size"),
+        heads=file.integer("num_attention_heads"),
+        query_latent=file.integer("q_lora_rank"),
+        latent=file.integer("kv_lora_rank"),
+        nope=file.integer("qk_nope_head_dim"),
+        rope=file.integer("qk_rope_head_dim"),
+        value=file.integer("v_head_dim"),
+        index_heads=file.integer("index_n_heads"),
+        index_dim=file.integer("index_head_dim"),
+        selected=file.integer("index_topk"),
+        anchors=_read_anchors(file, layers),
+        dense=_read_dense(file, layers),
+        mlp_width=file.integer("intermediate_size"),
+        expert_width=file.integer("moe_intermediate_size"),
+        experts=file.integer("n_routed_experts"),
+        experts_used=file.integer("num_experts_per_tok"),
+        shared_experts=file.integer("n_shared_experts", 0, least=0),
+        expert_groups=file.integer("n_group", 1, least=0) or 1,
+        expert_groups_used=file.integer("topk_group", 1, least=0) or 1,
+        routed_factor=file.number("routed_scaling_factor", 1.0),
+        renormalise=file.flag("norm_topk_prob", True),
+        norm_eps=file.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         yarn=yarn,
-        rope_pairing=_pairing(config.get("rope_interleave", True)),
-        index_pairing=_pairing(config.get("indexer_rope_interleave", is_glm)),
-        max_tokens=_need(config, "max_position_embeddings"),
-        tied_head=config.get("tie_word_embeddings", False),
+        rope_pairing=_pairing(file.flag("rope_interleave", True)),
+        index_pairing=_pairing(file.flag("indexer_rope_interleave", is_glm)),
+        max_tokens=file.integer("max_position_embeddings"),
+        tied_head=file.flag("tie_word_embeddings", False),
     )
 
 
-def _need(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise UserError(f"config.json: {key} is missing: a {config.get('model_type')} config must give it")
-    return config[key]
-
-
-def _pairing(interleaved: bool | None) -> RopePairing:
+def _pairing(interleaved: bool) -> RopePairing:
     return "pairs" if interleaved else "halves"
 
 
-def _cut(config: Mapping[str, Any], key: str, layers: int) -> Sequence[Any]:
-    """A list over layers, less what it says of layers of multi-token prediction."""
-    values = config[key]
-    if len(values) < layers:
-        raise UserError(f"config.json: {key} must name all {layers} layers, it names {len(values)}")
-    return values[:layers]
+def _kinds(file: ConfigFile, key: str, layers: int, known: tuple[str, str]) -> tuple[bool, ...]:
+    """For each layer whether its kind is the first of two; what is said of multi-token prediction is left out."""
+    kinds = file.names(key)
+    if len(kinds) < layers:
+        raise UserError(f"{file.name}: {key} must name all {layers} layers, it names {len(kinds)}")
+    odd = sorted(set(kinds[:layers]) - set(known))
+    if odd:
+        raise UserError(f"{file.name}: {key} may hold {' and '.join(known)}, it holds {', '.join(odd)}")
+    return tuple(kind == known[0] for kind in kinds[:layers])
 
 
-def _read_anchors(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+def _read_anchors(file: ConfigFile, layers: int) -> tuple[bool, ...]:
     """Which layers run the indexer: from `indexer_types`, `index_topk_pattern`, or a frequency with an offset."""
-    if config.get("indexer_types") is not None:
-        key, names = "indexer_types", {"full": True, "shared": False}
-    elif config.get("index_topk_pattern") is not None:
-        key, names = "index_topk_pattern", {"F": True, "S": False}
+    key = file.first("indexer_types", "index_topk_pattern", "index_topk_freq")
+    if key == "indexer_types":
+        anchors = _kinds(file, key, layers, ("full", "shared"))
+    elif key == "index_topk_pattern":
+        anchors = _kinds(file, key, layers, ("F", "S"))
     else:
-        key, names = "index_topk_freq", {}
-    if names:
-        kinds = _cut(config, key, layers)
-        odd = sorted({str(kind) for kind in kinds if kind not in names})
-        if odd:
-            raise UserError(f"config.json: {key} may hold {' and '.join(names)}, it holds {', '.join(odd)}")
-        anchors = tuple(names[kind] for kind in kinds)
-    else:
-        every, offset = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset")
-        offset = 2 if offset is None else offset
+        every, offset = file.integer(key, 1, least=0) or 1, file.integer("index_skip_topk_offset", 2, least=None)
         anchors = tuple(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
     if not anchors[0]:
-        raise UserError(f"config.json: {key} makes layer 0 take the selection of a layer before it; it must be full")
+        raise UserError(f"{file.name}: {key} makes layer 0 take the selection of a layer before it; it must be full")
     return anchors
 
 
-def _read_dense(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    if config.get("mlp_layer_types") is not None:
-        kinds = _cut(config, "mlp_layer_types", layers)
-        odd = sorted({str(kind) for kind in kinds if kind not in ("dense", "sparse")})
-        if odd:
-            raise UserError(f"config.json: mlp_layer_types may hold dense and sparse, it holds {', '.join(odd)}")
-        return tuple(kind == "dense" for kind in kinds)
-    first = _need(config, "first_k_dense_replace")
+def _read_dense(file: ConfigFile, layers: int) -> tuple[bool, ...]:
+    if file.get("mlp_layer_types") is not None:
+        return _kinds(file, "mlp_layer_types", layers, ("dense", "sparse"))
+    first = file.integer("first_k_dense_replace", least=0)
     return tuple(layer < first for layer in range(layers))
 
 
-def _read_rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
+def _read_rope(file: ConfigFile) -> tuple[float, Yarn | None]:
     """Base and scaling: from `rope_parameters`, or from `rope_theta` with `rope_scaling`."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise UserError("config.json: rope_theta is missing, both at the top and in rope_parameters")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = file.rope()
+    where = file if rope.get("rope_theta") is None else rope
+    if where.get("rope_theta") is None:
+        raise UserError(f"{file.name}: rope_theta is missing, both at the top and in rope_parameters")
+    theta, kind = float(where.number("rope_theta")), rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind != "yarn":
-        raise UserError(f"config.json: rope type must be default or yarn, got {kind!r}: this is not supported yet")
-    factor = _need(rope, "factor")
+        raise UserError(f"{file.name}: rope type must be default or yarn, got {kind!r}: this is not supported yet")
+    factor = rope.number("factor")
 
     def stretch(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    wide, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    wide, all_dim = rope.number("mscale", 0), rope.number("mscale_all_dim", 0)
     rotation = stretch(wide) / stretch(all_dim) if wide and all_dim else stretch(1)
-    return float(theta), Yarn(
+    original = "original_max_position_embeddings"
+    return theta, Yarn(
         factor=factor,
-        original_tokens=rope.get("original_max_position_embeddings") or _need(config, "max_position_embeddings"),
-        beta_fast=rope.get("beta_fast") or 32,
-        beta_slow=rope.get("beta_slow") or 1,
+        original_tokens=rope.integer(original, 0, least=0) or file.integer("max_position_embeddings"),
+        beta_fast=rope.number("beta_fast", 32) or 32,
+        beta_slow=rope.number("beta_slow", 1) or 1,
         rotation_factor=rotation,
         logit_factor=stretch(all_dim) ** 2 if all_dim else 1.0,
     )

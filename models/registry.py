@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from hisparse_jax.selection import QuestRule
 from hisparse_jax.tokenizer import Tokenizer
 from models import dsa_config
 from models.config import GqaConfig
+from models.config_file import ConfigFile
 from models.decoder import QuestDecoder
 from models.dsa import DsaDecoder, DsaOptions
 from models.dsa_config import DsaConfig
@@ -36,14 +36,16 @@ def read_config(folder: Path) -> GqaConfig | DsaConfig:
     """The shape of the model in a folder, from its `config.json`.
 
     Raises:
-      UserError: no such file, a model type or a setting that is not supported, a missing key.
+      UserError: no such file, a model type or a setting that is not supported, a key that is missing or of wrong type.
     """
     path = Path(folder) / "config.json"
     config = read_json(path)
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in SUPPORTED:
         raise UserError(f"{path}: model type {kind!r} is not supported yet; supported: {', '.join(SUPPORTED)}")
-    return dsa_config.read_config(config) if kind in dsa_config.MODEL_TYPES else _read_gqa(config)
+    if kind in dsa_config.MODEL_TYPES:
+        return dsa_config.read_config(config, str(path))
+    return _read_gqa(ConfigFile(config, str(path)))
 
 
 def open_folder(
@@ -107,42 +109,35 @@ def _gqa_entries(config: GqaConfig) -> list[Entry]:
     return dense + expert_entries("layers.mlp", "model.layers.{layer}.mlp", range(config.layers), config.experts)
 
 
-def _read_gqa(config: Mapping[str, Any]) -> GqaConfig:
-    kind = config["model_type"]
+def _read_gqa(file: ConfigFile) -> GqaConfig:
+    kind = file.get("model_type")
     fixed: list[tuple[str, Any]] = [("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)]
     fixed += [("mlp_bias", False), ("decoder_sparse_step", 1), ("mlp_only_layers", [])]
     for key, wanted in fixed:
-        if (config.get(key) or wanted) != wanted:
-            raise UserError(f"config.json: {key} must be {wanted!r}, got {config[key]!r}: this is not supported yet")
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    scaling = rope.get("rope_type", rope.get("type", "default"))
+        if (file.get(key) or wanted) != wanted:
+            raise UserError(f"{file.wrong(key, repr(wanted))}: this is not supported yet")
+    rope = file.rope()
+    scaling = rope.values.get("rope_type", rope.values.get("type", "default"))
     if scaling != "default":
-        raise UserError(f"config.json: rope type must be default for {kind}, got {scaling!r}: not supported yet")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-
-    def need(*keys: str) -> Any:
-        found = [config[key] for key in keys if config.get(key) is not None]
-        if not found:
-            raise UserError(f"config.json: {' or '.join(keys)} is missing: a {kind} config must give it")
-        return found[0]
-
-    heads, hidden, moe = need("num_attention_heads"), need("hidden_size"), kind == "qwen3_moe"
+        raise UserError(f"{file.name}: rope type must be default for {kind}, got {scaling!r}: not supported yet")
+    theta = (file if rope.get("rope_theta") is None else rope).number("rope_theta", 10000.0)
+    heads, hidden, moe = file.integer("num_attention_heads"), file.integer("hidden_size"), kind == "qwen3_moe"
     return GqaConfig(
-        vocab=need("vocab_size"),
+        vocab=file.integer("vocab_size"),
         hidden=hidden,
-        layers=need("num_hidden_layers"),
+        layers=file.integer("num_hidden_layers"),
         query_heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        mlp_width=need("moe_intermediate_size" if moe else "intermediate_size"),
-        rope_theta=float(theta if theta is not None else 10000.0),
+        kv_heads=file.integer("num_key_value_heads", heads),
+        head_dim=file.integer("head_dim", hidden // heads),
+        mlp_width=file.integer("moe_intermediate_size" if moe else "intermediate_size"),
+        rope_theta=float(theta),
         rope_pairing="halves",
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        max_tokens=need("max_position_embeddings"),
-        tied_head=bool(config.get("tie_word_embeddings")),
+        norm_eps=file.number("rms_norm_eps", 1e-6),
+        max_tokens=file.integer("max_position_embeddings"),
+        tied_head=file.flag("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
         qk_norm=kind in ("qwen3", "qwen3_moe"),
-        experts=need("num_experts", "num_local_experts") if moe else 0,
-        experts_used=need("num_experts_per_tok") if moe else 0,
-        renormalise=bool(config.get("norm_topk_prob", False)) or not moe,
+        experts=file.integer(file.first("num_experts", "num_local_experts")) if moe else 0,
+        experts_used=file.integer("num_experts_per_tok") if moe else 0,
+        renormalise=file.flag("norm_topk_prob", False) or not moe,
     )

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from hisparse_jax.errors import UserError
+from models import registry
 from models.dsa_config import Run, read_config
 from models.mla import rope_frequencies
 from models.sizes import PUBLISHED
@@ -130,11 +132,53 @@ def test_yarn_without_mscale_multiplies_sine_and_cosine():
         ({"index_head_dim": 32}, "of its 32 it can't rotate 64"),
         ({"n_group": 7}, "can't use 8 of 256 experts in 1 of 7 groups"),
         ({"num_experts_per_tok": 40, "n_group": 8}, "can't use 40 of 256 experts in 1 of 8 groups"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank must be a whole number of at least 1, got '512'"),
+        ({"kv_lora_rank": 512.0}, r"kv_lora_rank must be a whole number of at least 1, got 512\.0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number of at least 1, got True"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be a whole number of at least 1, got -1"),
+        ({"n_group": "1"}, "n_group must be a whole number of at least 0, got '1'"),
+        ({"n_shared_experts": [1]}, r"n_shared_experts must be a whole number of at least 0, got \[1\]"),
+        ({"index_topk_freq": "4"}, "index_topk_freq must be a whole number of at least 0, got '4'"),
+        ({"index_skip_topk_offset": 2.5}, r"index_skip_topk_offset must be a whole number, got 2\.5"),
+        ({"first_k_dense_replace": "3"}, "first_k_dense_replace must be a whole number of at least 0, got '3'"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a finite number, got '1e-5'"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor must be a finite number, got nan"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false, got 'yes'"),
+        ({"indexer_types": 4}, "indexer_types must be a list of names, got 4"),
+        ({"indexer_types": [["full"]] * 78}, "indexer_types must be a list of names, got"),
+        ({"mlp_layer_types": 3}, "mlp_layer_types must be a list of names, got 3"),
+        ({"rope_parameters": "default"}, "rope_parameters must be a mapping, got 'default'"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, r"rope_parameters\.rope_theta must be a finite number, got '1e6'"),
+        (
+            {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": "40"}},
+            r"rope_scaling\.factor must be a finite number, got '40'",
+        ),
     ],
 )
 def test_what_is_not_understood_is_said(change, message):
     with pytest.raises(UserError, match=message):
         read_config(GLM_52 | change)
+
+
+@pytest.mark.parametrize(
+    "family,change,message",
+    [
+        ("qwen3", {"num_key_value_heads": "2"}, "num_key_value_heads must be a whole number of at least 1, got '2'"),
+        ("qwen3", {"head_dim": [16]}, r"head_dim must be a whole number of at least 1, got \[16\]"),
+        ("qwen3", {"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, got 0"),
+        ("qwen3", {"rope_parameters": {"rope_theta": None}, "rope_theta": "x"}, "rope_theta must be a finite number"),
+        ("qwen3", {"rope_scaling": ["yarn"]}, r"rope_scaling must be a mapping, got \['yarn'\]"),
+        ("qwen3", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ("qwen3_moe", {"num_experts": 8.5}, r"num_experts must be a whole number of at least 1, got 8\.5"),
+        ("glm5", {"v_head_dim": None}, "v_head_dim is missing: a glm_moe_dsa config must give it"),
+        ("glm5", {"v_head_dim": "16"}, "v_head_dim must be a whole number of at least 1, got '16'"),
+    ],
+)
+def test_values_of_wrong_type_in_a_folder(family, change, message, data, tmp_path):
+    config = json.loads((data / family / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=rf"^{re.escape(str(tmp_path))}/config\.json: {message}"):
+        registry.read_config(tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["deepseek_v32", "glm5", "glm52_indexshare"])
