@@ -185,17 +185,15 @@ def miss_rate(hot_slots: int, selected: int) -> float:
     return _MISS_AT_K * (hot_slots / selected) ** _MISS_EXPONENT
 
 
-def check_machine(machine: Machine) -> None:
-    """Refuses memories and numbers of devices that nothing can be planned for.
+def memory_bytes(option: str, count: float) -> int:
+    """A size of memory that something can be planned for.
 
     Raises:
-      UserError: one is not more than 0, or not a number.
+      UserError: it is not more than 0, or not a number; `option` is what gives it.
     """
-    for option, count in (("--device-gib", machine.device_bytes), ("--host-gib", machine.host_bytes)):
-        if not (count > 0 and isfinite(count)):
-            raise UserError(f"{option} must be more than 0 and finite, got {count / GIB:g}")
-    if machine.devices < 1:
-        raise UserError(f"--devices must be at least 1, got {machine.devices}")
+    if not (count > 0 and isfinite(count)):
+        raise UserError(f"{option} must be more than 0 and finite, got {count / GIB:g}")
+    return int(count)
 
 
 def plan(sizes: Sizes, settings: Settings, machine: Machine) -> Plan:
@@ -204,7 +202,10 @@ def plan(sizes: Sizes, settings: Settings, machine: Machine) -> Plan:
     Raises:
       UserError: sizes that do not go together, or parameters that do not fit.
     """
-    check_machine(machine)
+    memory_bytes("--device-gib", machine.device_bytes)
+    memory_bytes("--host-gib", machine.host_bytes)
+    if machine.devices < 1:
+        raise UserError(f"--devices must be at least 1, got {machine.devices}")
     if settings.context_tokens > sizes.max_tokens:
         raise UserError(
             f"the context of {settings.context_tokens} tokens is longer than the {sizes.max_tokens} of {sizes.name}"

@@ -13,7 +13,7 @@ from hisparse_jax.cache.layout import Records
 from hisparse_jax.checkpoint.gguf import GgufFile
 from hisparse_jax.config import Config, ModelConfig, QuestSelection
 from hisparse_jax.errors import UserError
-from hisparse_jax.planner import Machine, Plan, Settings, Sizes
+from hisparse_jax.planner import Machine, Plan, Settings, Sizes, memory_bytes
 from hisparse_jax.selection import QuestRule
 from models import gguf_models, registry
 from models.config import GqaConfig
@@ -47,11 +47,11 @@ def plan_config(
         if machine.lower() not in known:
             raise UserError(f"no machine is called {machine!r}; there are {', '.join(planner.MACHINES)}")
         machine = known[machine.lower()]
-    memories = {"device_bytes": device_bytes, "host_bytes": host_bytes}
-    machine = replace(machine, **{name: count for name, count in memories.items() if count is not None})
-    machine = machine if devices is None else replace(machine, devices=devices)
-    planner.check_machine(machine)
-    machine = replace(machine, device_bytes=int(machine.device_bytes), host_bytes=int(machine.host_bytes))
+    machine = replace(
+        machine,
+        device_bytes=memory_bytes("--device-gib", machine.device_bytes if device_bytes is None else device_bytes),
+        host_bytes=memory_bytes("--host-gib", machine.host_bytes if host_bytes is None else host_bytes),
+    )
     context = config.cache.context_tokens if context_tokens is None else context_tokens
     if context is not None and context < 1:
         raise UserError(f"--context-tokens must be at least 1, got {context}")
@@ -63,8 +63,7 @@ def plan_config(
         page_records=config.cache.page_records,
         prefill_chunk=config.decode.prefill_chunk,
     )
-    if devices is None:
-        machine = replace(machine, devices=_fewest_devices(sizes, machine))
+    machine = replace(machine, devices=_fewest_devices(sizes, machine) if devices is None else devices)
     return planner.plan(sizes, settings, machine)
 
 

@@ -22,9 +22,10 @@ from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.state import create
 from hisparse_jax.errors import UserError
 from hisparse_jax.planner import MACHINES, Settings, Sizes, miss_rate, plan
+from hisparse_jax.selection import QuestRule
 from models.dsa import DsaDecoder, DsaOptions
 from models.functional import Functional
-from models.registry import read_config
+from models.registry import open_folder, read_config
 from models.sizes import PUBLISHED, dsa_parameters, dsa_sizes
 
 CONTEXT = 131072
@@ -33,6 +34,12 @@ CONTEXT = 131072
 @pytest.fixture(scope="module")
 def glm51() -> planner.Plan:
     return presets.plan_config(config.load("glm51"))
+
+
+def shown(found: planner.Plan) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    planner.show(found, console)
+    return " ".join(console.file.getvalue().split())
 
 
 def test_glm51_at_128k(glm51):
@@ -48,9 +55,7 @@ def test_glm51_at_128k(glm51):
 
 
 def test_the_printed_plan_is_honest(glm51):
-    console = Console(file=io.StringIO(), width=200)
-    planner.show(glm51, console)
-    text = " ".join(console.file.getvalue().split())
+    text = shown(glm51)
     for figure in ("13.13 GB", "13.09 GB without scales and tables", "0.368 GB", "1.309 GB", "11.78 GB of host memory"):
         assert figure in text
     total = glm51.hisparse.device_bytes / 1e9
@@ -94,6 +99,79 @@ def test_planned_bytes_are_allocated_bytes(folder, record, data):
         index = sum(size for name, size in need.device.items() if "index" in name)
         assert count.pop("hot_rows") == rows and count.pop("index") == index
         assert sum(count.values()) == need.device["tables"]
+        assert found.scratch_bytes == allocated(lambda layout=layout: model.new_scratch(layout, 512))
+
+
+def allocated(make) -> int:
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(make)))
+
+
+def quest_config(data, **selection) -> config.Config:
+    base = config.load("glm51", ["cache.hot_slots=20", "cache.context_tokens=100", "decode.prefill_chunk=48"])
+    return replace(base, model=config.ModelConfig(path=str(data / "qwen3")),
+                   selection=config.QuestSelection(page_tokens=8, **selection))  # fmt: skip
+
+
+def test_prefill_scratch_of_quest_is_what_is_allocated(data):
+    found = presets.plan_config(quest_config(data, budget_pages=5))
+    model = open_folder(data / "qwen3", rule=QuestRule("shared", 5, 2, 8)).model
+    layout = Layout(residency="full", request_slots=1, context_tokens=100, hot_slots=20, ring_slots=4,
+                    page_records=16, host_pages=7, **model.records(100)._asdict())  # fmt: skip
+    assert found.scratch_bytes == allocated(lambda: model.new_scratch(layout, 48)) == 144 * 4 * 2 * 2 * 16 * 4
+
+
+def test_one_prefill_is_left_out_of_the_caches(glm51):
+    assert glm51.scratch_bytes == CONTEXT * 78 * (1152 + 128 + 4)
+    usable, devices = int(glm51.machine.device_bytes * 0.9), glm51.machine.devices
+    assert glm51.cache_bytes == usable - glm51.sizes.parameter_bytes // devices - glm51.scratch_bytes
+    assert "│ prefill scratch, one request │ 13.13 GB │ 13.13 GB │" in shown(glm51)
+
+
+def test_a_million_tokens_of_glm52_do_not_fit_beside_their_prefill():
+    found = presets.plan_config(config.load("glm52"), context_tokens=1048576)
+    assert found.scratch_bytes == 1048576 * (78 * 1152 + 21 * (128 + 4)) > 94e9
+    assert found.full.most_requests == found.hisparse.most_requests == 0 and found.recommended_hot_slots is None
+    text = shown(found)
+    assert "nothing fits: one request of 1,048,576 tokens" in text and "Recommended" not in text
+    assert "the largest need is prefill scratch with 97.13 GB: give more --devices or --device-gib" in text
+    more = presets.plan_config(config.load("glm52"), context_tokens=1048576, devices=64)
+    assert more.recommended_hot_slots is not None and "Recommended hot slots" in shown(more)
+
+
+def test_nothing_fits_into_too_little_host_memory():
+    text = shown(presets.plan_config(config.load("glm52"), host_bytes=2**30))
+    assert "the largest need is host pool with 11.78 GB: give --host-gib" in text
+    assert "In full residency 2 fit." in text
+
+
+@pytest.mark.parametrize("count", [-1, -(2.0**30), 0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name,option", [("device_bytes", "--device-gib"), ("host_bytes", "--host-gib")])
+def test_memory_must_be_more_than_nothing(name, option, count):
+    with pytest.raises(UserError, match=f"{option} must be more than 0 and finite, got"):
+        presets.plan_config(config.load("glm51"), **{name: count})
+    with pytest.raises(UserError, match=f"{option} must be more than 0 and finite, got"):
+        presets.plan_config(config.load("glm51"), replace(MACHINES["H200"], **{name: count}))
+
+
+def test_other_counts_must_be_more_than_nothing():
+    with pytest.raises(UserError, match="--devices must be at least 1, got 0"):
+        presets.plan_config(config.load("glm51"), devices=0)
+    with pytest.raises(UserError, match="--context-tokens must be at least 1, got 0"):
+        presets.plan_config(config.load("glm51"), context_tokens=0)
+
+
+@pytest.mark.parametrize("count", [1, 2**30])
+def test_devices_are_not_doubled_for_ever(count):
+    with pytest.raises(UserError, match=r"of 1024 x H200, and .* can be used: split them over \d+ or more"):
+        presets.plan_config(config.load("glm51"), device_bytes=count)
+
+
+def test_selections_are_those_of_the_planned_context(data):
+    quest = quest_config(data, rule="per_query_head", budget_pages=5)
+    assert presets.plan_config(quest).sizes.selected == 13  # pages of 100 tokens, of which 8 heads can take 40
+    assert presets.plan_config(quest, context_tokens=160).sizes.selected == 20
+    with pytest.raises(UserError, match="hot_slots must be at least the 40 selected"):
+        presets.plan_config(quest, context_tokens=400)
 
 
 def test_most_requests_fill_the_smaller_budget(glm51):
@@ -134,8 +212,11 @@ def test_what_cannot_be_planned():
     with pytest.raises(UserError, match="split them over 6 or more"):
         plan(sizes, Settings(CONTEXT, 4096), MACHINES["H200"])
     machine = replace(MACHINES["H200"], devices=8)
-    with pytest.raises(UserError, match="hot_slots must be at least the 2048 selected records, got 100"):
+    with pytest.raises(UserError, match=r"^cache\.hot_slots must be at least the 2048 selected records, got 100"):
         plan(sizes, Settings(CONTEXT, 100), machine)
+    with pytest.raises(UserError, match=r"^the cache can't be planned: the host pool would have \d+ rows"):
+        long = replace(sizes, max_tokens=2**31)
+        plan(long, Settings(2**25, 4096), replace(machine, devices=64))
     with pytest.raises(UserError, match=r"longer than the 202752 of GLM-5\.1"):
         plan(sizes, Settings(300_000, 4096), machine)
     with pytest.raises(UserError, match="no machine is called 'h100'; there are H200, B200, GH200"):
