@@ -43,7 +43,7 @@ class GgufFile:
                 f"{path}: the GGUF file is truncated or damaged ({path.stat().st_size} bytes: {error}); fetch it again"
             ) from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._dequantize = gguf.quants.dequantize
+        self._dequantize, self._block_bytes = gguf.quants.dequantize, gguf.GGML_QUANT_SIZES
 
     @property
     def name(self) -> str:
@@ -52,6 +52,24 @@ class GgufFile:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         # GGUF lists the fastest axis first.
         return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+
+    def unreadable(self) -> Mapping[str, str]:
+        """Tensors of integers, and of quantised types that the gguf package can't dequantise."""
+        types = {tensor.tensor_type for tensor in self._tensors.values()}
+        odd = {kind for kind in types if not self._is_readable(kind)}
+        return {
+            name: f"expected a float or quantised type, got {tensor.tensor_type.name}"
+            for name, tensor in self._tensors.items()
+            if tensor.tensor_type in odd
+        }
+
+    def _is_readable(self, kind: Any) -> bool:
+        """Whether one block of zeros of this type can be dequantised."""
+        try:
+            self._dequantize(np.zeros((1, self._block_bytes[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            return False
+        return True
 
     def read(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
@@ -69,6 +87,3 @@ class GgufFile:
         if default is None:
             raise UserError(f"{self.path}: the GGUF file has no field {key!r}")
         return default
-
-    def has(self, key: str) -> bool:
-        return self._reader.get_field(key) is not None

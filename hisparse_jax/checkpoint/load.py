@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from hisparse_jax.errors import UserError
 
-_SHOWN = 5  # names of one kind in an error
+_SHOWN = 50  # names of one kind in an error
 
 
 class Source(Protocol):
@@ -29,6 +29,10 @@ class Source(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all tensors, `[out, in]` for a projection. Reads no data."""
+        ...
+
+    def unreadable(self) -> Mapping[str, str]:
+        """Tensors that `read` has no numbers for, and why: "expected F32, got I64". Reads no data."""
         ...
 
     def read(self, name: str) -> np.ndarray:
@@ -87,7 +91,8 @@ def load_parameters(
     Returns:
       flat parameters, in the order of the leaves of `state`.
     Raises:
-      UserError: all missing, unexpected and misshapen tensors, in one message.
+      UserError: all tensors that are missing, unexpected, misshapen or of wrong type, in one message, before any is
+        read.
     """
     by_path = {entry.path: entry for entry in entries}
     leaves = [(_dotted(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
@@ -123,8 +128,8 @@ def _set_layer(whole: Array, layer: Array, number: Array) -> Array:
 
 
 def _check(source: Source, entries: Mapping[str, Entry], leaves: Mapping[str, Any], ignore: Sequence[str]) -> None:
-    shapes = dict(source.shapes())
-    missing, misshapen, wanted = [], [], set()
+    shapes, unreadable = dict(source.shapes()), source.unreadable()
+    missing, misshapen, mistyped, wanted = [], [], [], set()
     for path, entry in entries.items():
         want = tuple(leaves[path].shape[entry.stacked_axes :])
         want = entry.tensor_shape or (want[::-1] if entry.transpose else want)
@@ -134,15 +139,19 @@ def _check(source: Source, entries: Mapping[str, Entry], leaves: Mapping[str, An
                 missing.append(name)
             elif tuple(shapes[name]) != want:
                 misshapen.append(f"{name} (expected {list(want)}, got {list(shapes[name])})")
+            if name in unreadable:
+                mistyped.append(f"{name} ({unreadable[name]})")
     skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignore) or r"(?!)")
     unexpected = [name for name in shapes if name not in wanted and not skipped.fullmatch(name)]
-    problems = [
-        f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-        if names
-    ]
+    kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen, "of wrong type": mistyped}
+    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
     if problems:
         raise UserError(f"{source.name}: the tensors do not fit the model: {'; '.join(problems)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

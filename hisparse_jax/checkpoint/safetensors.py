@@ -89,12 +89,17 @@ class SafetensorsFolder:
         """Shapes of all tensors but the FP8 scales, which go with their weights."""
         return {name: place.shape for name, place in self._places.items() if name not in self._scales}
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor. A view of the file, or dequantised float32.
+    def unreadable(self) -> Mapping[str, str]:
+        """Tensors that hold no float numbers, or whose FP8 scales don't."""
+        expected = f"expected {', '.join(_FLOATS)}"
+        odd = {name: place.dtype for name, place in self._places.items() if place.dtype not in _FLOATS}
+        return {
+            name.removesuffix(_SCALE): f"{expected}, got {dtype}{' scales' if name in self._scales else ''}"
+            for name, dtype in odd.items()
+        }
 
-        Raises:
-          UserError: the tensor holds no float numbers.
-        """
+    def read(self, name: str) -> np.ndarray:
+        """One tensor that isn't `unreadable`: a view of the file, or dequantised float32."""
         values = self._view(name)
         if name + _SCALE not in self._scales:
             return values
@@ -107,11 +112,6 @@ class SafetensorsFolder:
 
     def _view(self, name: str) -> np.ndarray:
         place = self._places[name]
-        if place.dtype not in _FLOATS:
-            raise UserError(
-                f"{place.file}: tensor {name} has type {place.dtype}; expected one of {', '.join(_FLOATS)}: "
-                "the checkpoint is not one of this model, or in a format that is not supported"
-            )
         if place.file not in self._maps:
             self._maps[place.file] = np.memmap(place.file, np.uint8, "r")
         return _values(self._maps[place.file], place)

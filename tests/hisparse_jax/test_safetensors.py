@@ -125,6 +125,9 @@ def test_layers_are_streamed():
         def shapes(self) -> dict[str, tuple[int, ...]]:
             return {f"{layer}.{expert}": shape for layer in range(layers) for expert in range(experts)}
 
+        def unreadable(self) -> dict[str, str]:
+            return {}
+
         def read(self, name: str) -> np.ndarray:
             layer, expert = name.split(".")
             return np.full(shape, 10 * int(layer) + int(expert), np.float32)
@@ -171,11 +174,35 @@ def test_a_misshapen_weight(checkpoint, name):
         open_folder(checkpoint).load()
 
 
-def test_a_weight_of_wrong_type(checkpoint):
-    shape = load_file(checkpoint / "model.safetensors")[GATE].shape
-    change(checkpoint, **{GATE: np.zeros(shape, np.int64)})
-    with pytest.raises(UserError, match=rf"{GATE} has type I64; expected one of F64, F32, F16, BF16, F8_E4M3"):
+def test_weights_of_wrong_type_are_said_before_anything_is_read(checkpoint, monkeypatch):
+    tensors = load_file(checkpoint / "model.safetensors")
+    wrong = [GATE, "model.norm.weight"]
+    change(checkpoint, **{name: np.zeros(tensors[name].shape, np.int64) for name in wrong},
+           **{"lm_head.weight": None, "model.layers.44.x": np.zeros(2, np.int64)})  # fmt: skip
+    monkeypatch.setattr(SafetensorsFolder, "read", lambda self, name: pytest.fail("nothing may be read"))
+    with pytest.raises(UserError) as error:
         open_folder(checkpoint).load()
+    message = str(error.value)
+    assert "1 missing: lm_head.weight" in message and "2 of wrong type: " in message
+    for name in wrong:
+        assert f"{name} (expected F64, F32, F16, BF16, F8_E4M3, got I64)" in message
+
+
+def test_scales_of_wrong_type(checkpoint):
+    gate = load_file(checkpoint / "model.safetensors")[GATE]
+    change(checkpoint, **{GATE: gate.astype(FP8), GATE + "_scale_inv": np.ones((1, 1), np.int64)})
+    with pytest.raises(UserError, match=rf"1 of wrong type: {GATE} \(expected .*, got I64 scales\)"):
+        open_folder(checkpoint).load()
+
+
+@pytest.mark.parametrize("extra", [6, 50, 61])
+def test_many_wrong_tensors_are_listed(checkpoint, extra):
+    change(checkpoint, **{f"extra.{number}": np.zeros(1, np.float32) for number in range(extra)})
+    with pytest.raises(UserError) as error:
+        open_folder(checkpoint).load()
+    message = str(error.value)
+    assert f"{extra} unexpected: extra.0" in message and message.count("extra.") == min(extra, 50)
+    assert message.endswith(" and 11 more" if extra == 61 else f"extra.{extra - 1}")
 
 
 def test_fp8_without_scales_and_with_wrong_ones(tmp_path):

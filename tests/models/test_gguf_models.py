@@ -94,3 +94,12 @@ def test_tensors_that_do_not_fit_come_in_one_error(tmp_path: Path, data: Path) -
     message = str(error.value)
     assert "1 missing: blk.1.ffn_up.weight" in message
     assert "1 misshapen: blk.2.attn_q.weight (expected [128, 64], got [3, 64])" in message
+
+
+def test_tensors_of_wrong_type_are_said_before_anything_is_read(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "model.gguf", data, **{"blk.1.ffn_up.weight": np.zeros((128, HIDDEN), np.int64)})
+    monkeypatch.setattr(GgufFile, "read", lambda self, name: pytest.fail("nothing may be read"))
+    with pytest.raises(UserError, match=r"1 of wrong type: blk\.1\.ffn_up\.weight \(expected a float .*, got I64\)"):
+        open_gguf(GgufFile(path), RULE).load()
