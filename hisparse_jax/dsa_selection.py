@@ -83,8 +83,9 @@ def select_tokens(
         raise ValueError(f"select_tokens: the layout has selected = {width}, the model selects {min(count, records)}")
     with jax.named_scope("index_scores"):
         scores = dsa_scores(
-            query, weight, index.keys, index.key_scale, anchor, scale=scale, implementation=implementation
-        )
+            query, weight, index.keys, index.key_scale, anchor, scale=scale, length=cache.length,
+            implementation=implementation,
+        )  # fmt: skip
     with jax.named_scope("selection"):
         ids = index_topk(scores, cache.length, min(count, width), implementation=implementation)
     return jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)

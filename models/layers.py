@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -99,26 +101,46 @@ def chunk_attention(query: Array, stored: Array, layer: Array, start: Array, *, 
     position = jnp.arange(chunk)
     compute = {"preferred_element_type": jnp.float32, "precision": precision(query.dtype)}
 
-    def block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, out = carry
+    def block(number: Array) -> tuple[Array, Callable[[Array], Array]]:
         at = (layer, number * chunk, 0, 0, 0)
         kv = lax.dynamic_slice(stored, at, (1, chunk, 2, groups, channels))[0]
         logits = jnp.einsum("qghc,kgc->ghqk", query, kv[:, 0], **compute) * scale
         seen = number * chunk + position[None] <= (start + position)[:, None]
-        logits = jnp.where(seen[None, None], logits, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
-        weight = jnp.exp(logits - new_top[..., None])
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(weight, axis=-1)
-        values = jnp.einsum("ghqk,kgc->ghqc", weight.astype(query.dtype), kv[:, 1], **compute)
-        return new_top, total, out * shrink[..., None] + values
 
-    # Every query sees the first key of block 0, so no maximum stays at -inf.
-    state = (
-        jnp.full((groups, heads, chunk), -jnp.inf),
-        jnp.zeros((groups, heads, chunk)),
-        jnp.zeros((groups, heads, chunk, channels)),
-    )
+        def values(weight: Array) -> Array:
+            return jnp.einsum("ghqk,kgc->ghqc", weight.astype(query.dtype), kv[:, 1], **compute)
+
+        return jnp.where(seen[None, None], logits, -jnp.inf), values
+
+    return jnp.moveaxis(attend_in_blocks(start // chunk + 1, (groups, heads, chunk), channels, block), 2, 0)
+
+
+def attend_in_blocks(
+    blocks: Array, queries: tuple[int, ...], width: int,
+    block: Callable[[Array], tuple[Array, Callable[[Array], Array]]],
+) -> Array:  # fmt: skip
+    """Softmax attention over blocks of keys, one block in memory at a time.
+
+    Args:
+      blocks: int32 scalar, how many.
+      queries: shape of the queries; each attends to at least one key of some block.
+      width: channels of a value.
+      block: from a block's number to its logits, float32 `[*queries, keys]` with -inf where a key is hidden, and a
+        function from weights `[*queries, keys]` to sums of values, float32 `[*queries, width]`.
+    Returns:
+      float32 `[*queries, width]`.
+    """
+
+    def one(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = carry
+        logits, values = block(number)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
+        finite = jnp.where(jnp.isfinite(new_top), new_top, 0)  # a query may see nothing of the blocks so far
+        weight, shrink = jnp.exp(logits - finite[..., None]), jnp.exp(top - finite)
+        total = total * shrink + jnp.sum(weight, axis=-1)
+        return new_top, total, out * shrink[..., None] + values(weight)
+
+    state = jnp.full(queries, -jnp.inf), jnp.zeros(queries), jnp.zeros((*queries, width))
     with jax.named_scope("prefill_attention"):
-        _, total, out = lax.fori_loop(0, start // chunk + 1, block, state)
-    return jnp.moveaxis(out / total[..., None], 2, 0)
+        _, total, out = lax.fori_loop(0, blocks, one, state)
+    return out / total[..., None]

@@ -9,6 +9,7 @@ a chunk, which costs less than the wider products of the absorbed form when a ch
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from hisparse_jax.cache.state import Cache
 from hisparse_jax.records import read_rows, write_rows
 from hisparse_jax.resolve import Resolution
 from models.dsa_config import DsaConfig
-from models.layers import RMSNorm, linear, precision, rotate
+from models.layers import RMSNorm, attend_in_blocks, linear, precision, rotate
 from pallas_kernels.common import Implementation
 from pallas_kernels.row_format import RowFormat
 
@@ -130,8 +131,7 @@ class LatentAttention(nnx.Module):
         config, dtype = self.config, self.value_up[...].dtype
         chunk, heads = len(selected), config.heads
 
-        def block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, out = carry
+        def block(number: Array) -> tuple[Array, Callable[[Array], Array]]:
             at = number * chunk
             words = lax.dynamic_slice(stored, (layer, at, 0), (1, chunk, self.row.words))[0]
             shown = lax.dynamic_slice(selected, (0, at), (chunk, chunk))[None]
@@ -140,23 +140,13 @@ class LatentAttention(nnx.Module):
             value = self._einsum("kc,nvc->knv", latent, self.value_up[...]).astype(dtype)
             logits = self._einsum("qnd,knd->nqk", projected.query_nope, key)
             logits = (logits + self._einsum("qnd,kd->nqk", projected.query_rope, rope)) * config.softmax_scale
-            logits = jnp.where(shown, logits, -jnp.inf)
-            new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
-            # A query may select nothing of the blocks so far.
-            finite = jnp.where(jnp.isfinite(new_top), new_top, 0)
-            weight, shrink = jnp.exp(logits - finite[..., None]), jnp.exp(top - finite)
-            total = total * shrink + jnp.sum(weight, axis=-1)
-            values = self._einsum("nqk,knv->nqv", weight.astype(dtype), value)
-            return new_top, total, out * shrink[..., None] + values
 
-        state = (
-            jnp.full((heads, chunk), -jnp.inf),
-            jnp.zeros((heads, chunk)),
-            jnp.zeros((heads, chunk, config.value)),
-        )
-        with jax.named_scope("prefill_attention"):
-            _, total, out = lax.fori_loop(0, start // chunk + 1, block, state)
-        out = jnp.moveaxis(out / total[..., None], 0, 1)
+            def values(weight: Array) -> Array:
+                return self._einsum("nqk,knv->nqv", weight.astype(dtype), value)
+
+            return jnp.where(shown, logits, -jnp.inf), values
+
+        out = jnp.moveaxis(attend_in_blocks(start // chunk + 1, (heads, chunk), config.value, block), 0, 1)
         return self.out(out.reshape(chunk, -1).astype(dtype))
 
     def _rotate(self, x: Array, position: Array) -> Array:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,42 @@ def test_every_package_is_listed() -> None:
     }
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(settings["tool"]["setuptools"]["packages"]) == found | {"hisparse_jax.configs"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """So that an install brings all that the packages import, whatever else an environment holds."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [
+        *settings["dependencies"],
+        *(one for extra in settings["optional-dependencies"].values() for one in extra),
+    ]
+    names = {re.split(r"[><=\[]", one)[0].lower() for one in declared} | {"huggingface_hub"}  # which is never required
+    known = {name.replace("-", "_").removeprefix("ruamel.").replace("yaml", "ruamel") for name in names} | names
+    imported = {
+        alias.split(".")[0]
+        for top in TOP_LEVEL
+        for path in (ROOT / top).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for alias in (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import)
+            else [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        )
+    }  # fmt: skip
+    assert imported - sys.stdlib_module_names - TOP_LEVEL - known == set()
+
+
+@pytest.mark.slow
+def test_installed_in_a_clean_environment_with_all_it_declares(wheel: Path, tmp_path: Path, data: Path) -> None:
+    """Downloads what the package depends on, and runs an experiment with it."""
+    venv.create(tmp_path / "env", with_pip=True, symlinks=True)
+    python = tmp_path / "env/bin/python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[models,plots]"], check=True)
+    (tmp_path / "tests").mkdir()
+    shutil.copytree(data, tmp_path / "tests/data")
+    done = subprocess.run(
+        [tmp_path / "env/bin/hisparse", "run", "tiny_glm52"], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert "outputs identical (full, hisparse): yes, bitwise" in done.stdout
 
 
 @pytest.fixture(scope="module")
