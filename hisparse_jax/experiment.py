@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,7 @@ def run(config: Config, console: Console) -> Path:
     Raises:
       UserError: something the user can mend; ExpectationError: the run did not show what the config expects.
     """
+    started = time.perf_counter()
     opened = open_model(config)
     prompt = prompt_tokens(config.prompt, opened.tokenizer, opened.config.vocab)
     request = Request(tuple(prompt), config.decode.max_new_tokens)
@@ -96,6 +99,8 @@ def run(config: Config, console: Console) -> Path:
         result = describe(config, outcomes, bitwise)
         result["text"] = opened.tokenizer.decode(first.tokens) if opened.tokenizer else str(first.tokens)
         result["unmet"] = list(unmet(config, outcomes, bitwise))
+        result["wall_s"] = time.perf_counter() - started
+        result["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         report.show(console, result, outcomes)
         (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if not report.plot(folder.partial / "result.png", outcomes):
