@@ -8,10 +8,12 @@ these are written with, each has its `jax.numpy` twin under interpretation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -206,6 +208,48 @@ def copies_done(but: int = 0) -> None:
 
         emit()
     plgpu.commit_smem()
+
+
+def produce(
+    count: int, stages: int, copy: Callable[[Any, Any], None], locate: Callable[[Any], None], *, ready: Any,
+    consumed: Any,
+) -> None:  # fmt: skip
+    """The producer's loop over a ring of `stages` tiles: copies run ahead of the consumers.
+
+    Args:
+      count: tiles in all.
+      stages: tiles in shared memory, at least 2.
+      copy: starts the copies of a tile, given its number and its stage.
+      locate: finds what the tile of a number consists of; called one tile ahead, and once past the last one.
+      ready: barriers `[stages]`, arrived at when a tile is there.
+      consumed: barriers `[stages]`, waited for before a tile is overwritten, and all of them in the end.
+    """
+    lag = stages - 2  # tiles whose copies may still be on their way when the next one begins
+
+    def one(number: Any, _: Any) -> Any:
+        stage = lax.rem(number, jnp.int32(stages))
+
+        @pl.when(number >= stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(consumed.at[stage])
+
+        copy(number, stage)
+        commit_copies()
+        locate(number + 1)
+        copies_done(lag)
+
+        @pl.when(number >= lag)
+        def _arrive() -> None:
+            plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
+
+        return _
+
+    lax.fori_loop(0, count, one, jnp.int32(0))
+    for number in range(max(0, count - lag), count):
+        copies_done(count - 1 - number)
+        plgpu.barrier_arrive(ready.at[number % stages])
+    for number in range(max(0, count - stages), count):  # leaves no phase unobserved
+        plgpu.barrier_wait(consumed.at[number % stages])
 
 
 def store_rows(target: Any, values: Array, layout: Any) -> None:

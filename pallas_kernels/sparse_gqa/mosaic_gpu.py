@@ -111,37 +111,17 @@ def sparse_gqa(
                     query_tile.at[own], query_ref, items.at[rings - 1], item_bytes=head_bytes,
                     offset=own * heads * head_bytes,
                 )  # fmt: skip
-            lag = stages - 2  # tiles whose copies may still be on their way when the next one begins
 
-            def one(number: Any, _: Any) -> Any:
-                stage, ring = lax.rem(number, jnp.int32(stages)), lax.rem(number, jnp.int32(rings))
-
-                @pl.when(number >= stages)
-                def _wait() -> None:
-                    plgpu.barrier_wait(consumed.at[stage])
-
+            def copy(number: Any, stage: Any) -> None:
+                ring = lax.rem(number, jnp.int32(rings))
                 for target, offset in ((key_tile, 0), (value_tile, kv_heads)):
                     for own in range(consumers):
                         tiles.gather_tile(
                             target.at[stage * consumers + own], rows_ref, items.at[ring], item_bytes=token_bytes,
                             offset=(first_head + (own + offset)) * head_bytes,
                         )  # fmt: skip
-                tiles.commit_copies()
-                locate(number + 1)  # past the last one too, into a place of the ring that nobody reads
-                tiles.copies_done(lag)
 
-                @pl.when(number >= lag)
-                def _arrive() -> None:
-                    plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
-
-                return _
-
-            lax.fori_loop(0, part_tiles, one, jnp.int32(0))
-            for number in range(max(0, part_tiles - lag), part_tiles):
-                tiles.copies_done(part_tiles - 1 - number)
-                plgpu.barrier_arrive(ready.at[number % stages])
-            for number in range(max(0, part_tiles - stages), part_tiles):  # leaves no phase unobserved
-                plgpu.barrier_wait(consumed.at[number % stages])
+            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
 
         def consume(own: int) -> None:
             def one(number: Any, state: Any) -> Any:

@@ -89,7 +89,8 @@ def sparse_mla(
             slot = jnp.minimum(slot, slots - 1)
             indexed.scatter(items.at[lax.rem(number, jnp.int32(rings))], jnp.where(lane < TOKENS, lane, -1), slot)
 
-        def copy(stage: Any, ring: Any) -> None:
+        def copy(number: Any, stage: Any) -> None:
+            ring = lax.rem(number, jnp.int32(rings))
             if row.record == "fp8":
                 tiles.gather_fp8_tile(
                     tile.at[stage], rows_ref, items.at[ring], item_bytes=row.row_bytes, latent=row.latent
@@ -104,32 +105,7 @@ def sparse_mla(
             locate(jnp.int32(0))
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
-            lag = stages - 2  # tiles whose copies may still be on their way when the next one begins
-
-            def one(number: Any, _: Any) -> Any:
-                stage = lax.rem(number, jnp.int32(stages))
-
-                @pl.when(number >= stages)
-                def _wait() -> None:
-                    plgpu.barrier_wait(consumed.at[stage])
-
-                copy(stage, lax.rem(number, jnp.int32(rings)))
-                tiles.commit_copies()
-                locate(number + 1)  # past the last one too, into a place of the ring that nobody reads
-                tiles.copies_done(lag)
-
-                @pl.when(number >= lag)
-                def _arrive() -> None:
-                    plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
-
-                return _
-
-            lax.fori_loop(0, part_tiles, one, jnp.int32(0))
-            for number in range(max(0, part_tiles - lag), part_tiles):
-                tiles.copies_done(part_tiles - 1 - number)
-                plgpu.barrier_arrive(ready.at[number % stages])
-            for number in range(max(0, part_tiles - stages), part_tiles):  # leaves no phase unobserved
-                plgpu.barrier_wait(consumed.at[number % stages])
+            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
 
         def shown_in(number: Any) -> Callable[[], Array]:
             def shown() -> Array:

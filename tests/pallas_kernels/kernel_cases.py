@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 HOST = jax.memory.Space.Host
 DEVICES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "NVIDIA B200": 148}
@@ -21,6 +23,17 @@ def abstract_gpu(kind: str = "NVIDIA H200"):
     """Context in which kernels are traced for this GPU, on any machine."""
     device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=DEVICES[kind])
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+@contextlib.contextmanager
+def without_races() -> Iterator[None]:
+    """Kernels of the block run under the CPU interpreter, which must find no race."""
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)), abstract_gpu():
+        yield
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.get_races()
+    assert races is not None and not races.races_found
 
 
 def lower_for_cuda(function, *args, kind: str = "NVIDIA H200") -> str:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backup import mosaic_gpu as backup_kernel
 from pallas_kernels.backup.tuning import Tuning as BackupTuning
@@ -21,19 +20,23 @@ from pallas_kernels.fetch.tuning import Tuning as FetchTuning
 from pallas_kernels.resolve import mosaic_gpu, reference
 from pallas_kernels.resolve.tuning import Tuning
 from pallas_kernels.resolve.types import Plan
-from tests.pallas_kernels.kernel_cases import ON_GPU, Sizes, abstract_gpu, pool_words, same, tables, trace
+from tests.pallas_kernels.kernel_cases import (
+    ON_GPU,
+    Sizes,
+    pool_words,
+    same,
+    tables,
+    trace,
+    without_races,
+)
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
 
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)), abstract_gpu():
+    with without_races():
         yield
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    races = interpret_pallas_call.get_races()
-    assert races is None or not races.races_found
 
 
 @pytest.mark.parametrize("selected, hot_slots, buckets", [(9, 150, 0), (9, 150, 4), (40, 40, 0), (1, 7, 2)])

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.index_scores import dsa, reference
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
@@ -20,7 +19,7 @@ from pallas_kernels.index_scores.tuning import Tuning as ScoresTuning
 from pallas_kernels.index_topk import mosaic_gpu
 from pallas_kernels.index_topk.tuning import Tuning
 from tests.helpers import int32
-from tests.pallas_kernels.kernel_cases import ON_GPU, abstract_gpu, same
+from tests.pallas_kernels.kernel_cases import ON_GPU, same, without_races
 from tests.pallas_kernels.selection_cases import SCORES, dsa_inputs, expected_topk, quest_inputs
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
@@ -28,12 +27,8 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
 
 @pytest.fixture(autouse=True)
 def interpreted():
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)), abstract_gpu():
+    with without_races():
         yield
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    races = interpret_pallas_call.get_races()
-    assert races is None or not races.races_found
 
 
 @pytest.mark.parametrize(("name", "resident"), [(name, i % 2 == 0) for i, name in enumerate(SCORES)])
