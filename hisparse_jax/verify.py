@@ -23,11 +23,14 @@ from hisparse_jax.cache.admission import admit
 from hisparse_jax.cache.backup import end_step
 from hisparse_jax.cache.layout import Layout, Residency
 from hisparse_jax.cache.state import Cache, begin_step, create, entering, placements
-from hisparse_jax.checkpoint.safetensors import read_file, read_json
+from hisparse_jax.checkpoint.safetensors import read_json
 from hisparse_jax.errors import UserError
 from hisparse_jax.records import read_rows, write_rows
 from hisparse_jax.selection import QuestRule, Selection
+from hisparse_jax.verify_cases import Case, check_case, read_case
 from hisparse_jax.verify_report import Report, Result, as_sets, differing, show
+from models.config import GqaConfig
+from models.config_file import ConfigFile
 from models.dsa_config import DsaConfig
 from models.functional import Functional
 from models.opened import Opened
@@ -35,25 +38,10 @@ from models.registry import Records, open_folder, read_config
 
 __all__ = ["Report", "Result", "show", "verify"]
 
-_NEEDED = ("input_ids", "decode_logits", "generated_ids")
 _FORMATS: tuple[Records, ...] = ("bfloat16", "fp8")
 _CHUNK = 32  # prompt tokens of one prefill call
 _RING_SLOTS, _PAGE_RECORDS = 4, 8
 _DENSE_PAGE_TOKENS = 16
-
-
-class _Case(NamedTuple):
-    name: str
-    rule: QuestRule | None
-    tensors: Mapping[str, np.ndarray]
-
-    @property
-    def prompt(self) -> np.ndarray:
-        return self.tensors["input_ids"]
-
-    @property
-    def steps(self) -> int:
-        return len(self.tensors["decode_logits"])
 
 
 class _Prefilled(NamedTuple):
@@ -86,10 +74,10 @@ def verify(
     if unknown:
         raise UserError(f"record formats are {' and '.join(_FORMATS)}, got {', '.join(unknown)}")
     folder = Path(folder)
-    is_dsa = isinstance(read_config(folder), DsaConfig)
-    if formats and not is_dsa:
+    config = read_config(folder)
+    if formats and not isinstance(config, DsaConfig):
         raise UserError(f"{folder}: record formats are a choice of DSA families; this one stores keys and values")
-    cases, results, params, prompt_rows = _read_cases(folder, is_dsa), [], None, []
+    cases, results, params, prompt_rows = _read_cases(folder, config), [], None, []
     note = ""
     for rule, group in groupby(cases, key=lambda case: case.rule):
         same_rule, opened = list(group), open_folder(folder, rule=rule)
@@ -108,35 +96,51 @@ def verify(
     return Report(folder, tolerance, tuple(results), tuple(narrow), note)
 
 
-def _read_cases(folder: Path, is_dsa: bool) -> list[_Case]:
+def _read_cases(folder: Path, config: GqaConfig | DsaConfig) -> list[Case]:
     """All cases, those of one Quest rule next to each other; without a rule, every page is selected."""
     files = sorted(folder.glob("case_*.safetensors"))
     if not files:
         raise UserError(f"{folder}: expected reference cases case_NAME.safetensors, there are none")
-    quest = read_json(folder / "info.json").get("quest", {}) if not is_dsa else {}
-    cases = []
-    for file in files:
-        name, tensors = file.stem.removeprefix("case_"), read_file(file)
-        lacking = [key for key in _NEEDED if key not in tensors]
-        if lacking:
-            raise UserError(f"{file}: not a reference case: {', '.join(lacking)} missing")
-        cases.append(_Case(name, None, tensors))
-    longest = max(len(case.prompt) + case.steps for case in cases)
-    if is_dsa:
+    cases = [read_case(file) for file in files]
+    if isinstance(config, DsaConfig):
+        for case in cases:
+            check_case(case, config.vocab, len(config.group_sizes), config.heads)
         return cases
+    rules, info = _quest_rules(folder), folder / "info.json"
+    longest = max(case.prompt.size + case.steps for case in cases)
     dense = QuestRule("shared", -(-longest // _DENSE_PAGE_TOKENS) + 1, 1, _DENSE_PAGE_TOKENS)
-    with_rule = [case._replace(rule=_rule(quest[case.name]) if case.name in quest else dense) for case in cases]
+    with_rule = []
+    for case in cases:
+        if "pages_selected" in case.tensors and case.name not in rules:
+            raise UserError(f"{info}: quest.{case.name} is missing: {case.file.name} has pages_selected")
+        with_rule.append(case._replace(rule=rules.get(case.name, dense)))
+        check_case(with_rule[-1], config.vocab, config.layers, config.query_heads)
     return sorted(with_rule, key=lambda case: (repr(case.rule), case.name))
 
 
-def _rule(settings: Mapping[str, Any]) -> QuestRule:
-    return QuestRule(settings["rule"], settings["budget_pages"], settings.get("recent_pages", 1), settings["page_size"])
+def _quest_rules(folder: Path) -> dict[str, QuestRule]:
+    """Settings of Quest by case, from `info.json`."""
+    path, rules = folder / "info.json", {}
+    info = read_json(path)
+    if not isinstance(info, dict):
+        raise UserError(f"{path}: expected a mapping, got {info!r}")
+    quest = ConfigFile(ConfigFile(info, str(path)).mapping("quest"), str(path), "quest")
+    for name in quest.values:
+        settings = ConfigFile(quest.mapping(name), str(path), f"quest.{name}")
+        budget, recent = settings.integer("budget_pages"), settings.integer("recent_pages", 1)
+        rule = settings.get("rule")
+        if rule not in ("shared", "per_query_head"):
+            raise settings.wrong("rule", "shared or per_query_head")
+        if budget <= recent:
+            raise settings.wrong("budget_pages", f"more than recent_pages, {recent}")
+        rules[name] = QuestRule(rule, budget, recent, settings.integer("page_size"))
+    return rules
 
 
 class _Runner:
     """Cases of one model and one rule: compiled once for both residencies, alone or together."""
 
-    def __init__(self, opened: Opened, params: Any, cases: Sequence[_Case], records: Records) -> None:
+    def __init__(self, opened: Opened, params: Any, cases: Sequence[Case], records: Records) -> None:
         self.model, self.params, self.cases, self.records = opened.model, params, cases, records
         longest = max(len(case.prompt) + case.steps for case in cases)
         self.context = -(-longest // _CHUNK) * _CHUNK
@@ -187,7 +191,7 @@ class _Runner:
         cache = create(layout, self.model.new_index(layout))
         return jax.device_put(cache, placements(cache))
 
-    def _prefill_case(self, case: _Case) -> _Prefilled:
+    def _prefill_case(self, case: Case) -> _Prefilled:
         scratch = self.model.new_scratch(self.layouts["full"], _CHUNK)
         logits, ids, length = [], [], len(case.prompt)
         prompt = np.pad(case.prompt, (0, -length % _CHUNK))

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _ROUNDING = 1e-5  # scores this close may be ordered either way by float32
@@ -78,28 +80,40 @@ class Report:
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints a report as a table."""
-    table = Table(
-        "case", "batch", "records", "largest logit difference", "tokens", "selections that differ", "misses",
-        "full = hisparse", "record error", "", title=f"{report.folder} (tolerance {report.tolerance:g})",
-    )  # fmt: skip
-    for result in (*report.results, *report.formats):
-        passed = report.passes(result)
-        table.add_row(
-            result.case,
-            result.batch,
-            "as the model" if result.records == "plain" else result.records,
-            f"{result.logit_difference:.2e}",
-            f"{result.tokens_agree} / {result.tokens}",
-            f"{result.selections_differ} / {result.selections}" if result.selections else "dense",
-            str(result.misses),
-            "bitwise" if result.bitwise else "[red]DIFFERENT[/red]",
-            f"{result.record_error:.2%}" if result.record_error else "",
-            "[green]ok[/green]" if passed else "[red]FAIL[/red]",
-        )
+    """Prints a report as a table that 80 columns hold, and what there is to say about it."""
+    everything = (*report.results, *report.formats)
+    title = f"{escape(str(report.folder))} (tolerance {report.tolerance:g})"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0, show_edge=False)
+    table.add_column("case", overflow="fold")
+    for heading in ("batch", *_columns(report, everything[0]), "ok"):
+        table.add_column(heading, no_wrap=True)
+    for result in everything:
+        cells = _columns(report, result).values()
+        passed = "[green]ok[/green]" if report.passes(result) else "[red]FAIL[/red]"
+        table.add_row(escape(result.case), result.batch, *cells, passed)
     console.print(table)
+    if not any(result.misses for result in everything):
+        console.print(
+            "[yellow]warning:[/yellow] no case missed, so hisparse was not exercised: every history fits into the hot "
+            "slots; add a case with a longer prompt."
+        )
     if report.note:
         console.print(f"{report.note}.")
+
+
+def _columns(report: Report, result: Result) -> dict[str, str]:
+    """A result by column; those that say the same of all cases are left out."""
+    columns = {"records": result.records} if report.formats else {}
+    columns |= {
+        "logits": f"{result.logit_difference:.2e}",
+        "tokens": f"{result.tokens_agree}/{result.tokens}",
+        "sets": f"{result.selections_differ}/{result.selections}" if result.selections else "dense",
+        "misses": str(result.misses),
+        "bitwise": "equal" if result.bitwise else "[red]DIFFERENT[/red]",
+    }
+    if any(one.record_error for one in report.formats):
+        columns["error"] = f"{result.record_error:.2%}" if result.record_error else ""
+    return columns
 
 
 def as_sets(ids: np.ndarray, units: int) -> np.ndarray:

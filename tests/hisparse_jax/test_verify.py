@@ -130,6 +130,104 @@ def test_reports_are_shown():
     ]  # fmt: skip
 
 
+def shown(report: Report, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    show(report, console)
+    return console.file.getvalue()
+
+
+def test_reports_are_readable_at_80_columns():
+    quest = replace(GOOD, case="long_quest_per_head", batch="together", selections=16384)
+    wrong = replace(quest, tokens_agree=3, selections_differ=9999, misses=12345, bitwise=False)
+    for row, cells in zip((quest, wrong), (("1.00e-05 17/17", "equal ok"), ("3/17", "DIFFERENT FAIL")), strict=True):
+        text = shown(Report(Path("folder"), 2e-4, (row, wrong)))
+        line = next(line for line in text.splitlines() if line.startswith("long_quest_per_head together "))
+        assert "…" not in text and all(cell in " ".join(line.split()) for cell in cells)
+        assert "records" not in text and "error" not in text
+    narrow = replace(GOOD, case="long", records="bfloat16", batch="together", record_error=0.0017, bitwise=False)
+    text = " ".join(shown(Report(Path("folder"), 2e-4, (GOOD,), (narrow,))).split())
+    assert "…" not in text and "long together bfloat16 1.00e-05 17/17 0/10 3 DIFFERENT 0.17% FAIL" in text
+    assert "a alone plain 1.00e-05" in text
+
+
+def test_reports_warn_when_nothing_missed():
+    still = replace(GOOD, misses=0)
+    assert "hisparse was not exercised" in shown(Report(Path("x"), 2e-4, (still, still)), 200)
+    assert "hisparse was not exercised" not in shown(Report(Path("x"), 2e-4, (still, GOOD)), 200)
+
+
+CASE = "case_short.safetensors"
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"generated_ids": lambda x: x[:-1]}, r"generated_ids must have shape \[n \+ 1\], here \[17\].*got \[16\]"),
+        ({"input_ids": lambda x: x[None]}, r"input_ids must have shape \[T\], here \[10\].*got \[1, 10\]"),
+        ({"input_ids": lambda x: x[:0]}, r"input_ids must have shape .*not be empty; got \[0\]"),
+        ({"input_ids": lambda x: x.astype(np.float32)}, "input_ids must hold ids, got float32"),
+        ({"input_ids": lambda x: x + 192}, "input_ids must hold ids from 0 to 191, got"),
+        ({"decode_logits": lambda x: x[:, :-1]}, r"decode_logits must have shape \[n, V\], here \[16, 192\].*191\]"),
+        ({"decode_logits": lambda x: x.astype(np.int32)}, "decode_logits must hold floats, got int32"),
+        ({"decode_logits": lambda x: x[0, 0]}, r"decode_logits must have shape \[n, V\].*got \[\]"),
+        ({"prefill_logits": lambda x: x[1:]}, r"prefill_logits must have shape \[T, V\], here \[10, 192\].*\[9, 192\]"),
+        ({"topk_decode": lambda x: x[:, 1:]}, r"topk_decode must have shape \[n, anchors, K\], here \[16, 4, any\]"),
+        ({"topk_decode": lambda x: x + 99}, "topk_decode must hold ids from -1 to 25, got"),
+        ({"index_scores_prefill": lambda x: x[..., 1:]}, r"index_scores_prefill must have shape \[anchors, T, T\]"),
+        ({"index_scores_decode": None}, "not a reference case: index_scores_decode missing"),
+    ],
+)
+def test_cases_of_wrong_shape(change, message, data, tmp_path):
+    for name in ("config.json", "model.safetensors", CASE):
+        shutil.copy(data / "glm5" / name, tmp_path)
+    tensors = load_file(tmp_path / CASE)
+    for name, spoil in change.items():
+        tensors |= {name: None if spoil is None else np.ascontiguousarray(spoil(tensors[name])).reshape(
+            np.shape(spoil(tensors[name])))}  # fmt: skip
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / CASE)
+    with pytest.raises(UserError, match=rf"^\S*/{CASE}: {message}"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"page_size": None}, r"quest\.mid_quest_shared\.page_size is missing"),
+        ({"page_size": "8"}, r"quest\.mid_quest_shared\.page_size must be a whole number of at least 1, got '8'"),
+        ({"rule": "dense"}, r"quest\.mid_quest_shared\.rule must be shared or per_query_head, got 'dense'"),
+        ({"budget_pages": 2}, r"quest\.mid_quest_shared\.budget_pages must be more than recent_pages, 2, got 2"),
+    ],
+)
+def test_quest_settings_that_cannot_be_used(change, message, data, tmp_path):
+    for name in ("config.json", "model.safetensors", "case_mid_quest_shared.safetensors"):
+        shutil.copy(data / "qwen3" / name, tmp_path)
+    info = json.loads((data / "qwen3" / "info.json").read_text())["quest"]["mid_quest_shared"] | change
+    (tmp_path / "info.json").write_text(json.dumps({"quest": {"mid_quest_shared": info}}))
+    with pytest.raises(UserError, match=rf"^\S*/info\.json: {message}"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "info,message",
+    [
+        ([], r"info\.json: expected a mapping, got \[\]"),
+        ({"quest": 3}, r"info\.json: quest must be a mapping, got 3"),
+        ({"quest": {"mid_quest_shared": 3}}, r"info\.json: quest\.mid_quest_shared must be a mapping, got 3"),
+        ({}, r"info\.json: quest\.mid_quest_shared is missing: case_mid_quest_shared\.safetensors has pages_selected"),
+        (
+            {"quest": {"mid_quest_shared": {"rule": "per_query_head", "budget_pages": 4, "page_size": 8}}},
+            r"pages_selected must have shape .*, here \[16, 4, 8, 10\], and not be empty; got \[16, 4, 1, 10\]",
+        ),
+    ],
+)
+def test_infos_that_do_not_go_with_their_cases(info, message, data, tmp_path):
+    for name in ("config.json", "model.safetensors", "case_mid_quest_shared.safetensors"):
+        shutil.copy(data / "qwen3" / name, tmp_path)
+    (tmp_path / "info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match=message):
+        verify(tmp_path)
+
+
 def test_sets_that_differ_by_rounding_are_not_counted():
     scores = np.array([[5.0, 1.0, 1.0 + 1e-6, 0.5]])
     sets = as_sets(np.array([[0, 1], [0, 2], [0, 3], [0, -1]]), 4)
