@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.rule import Rule
+from rich.text import Text
 
 from hisparse_jax.assembly import make_budget, make_layout, open_model
 from hisparse_jax.config import Config, QuestSelection, parse
@@ -215,23 +219,12 @@ def run(options: Options, console: Console) -> None:
         )  # fmt: skip
         requests.append(Request(tuple(opened.tokenizer.encode(text)), config.decode.max_new_tokens, sampling))
 
-    streams = len(prompts) == 1 and not options.as_json
-
-    def show(number: int, text: str) -> None:
-        if streams:
-            console.out(text, end="")
-            console.file.flush()
-
-    results, engine = generate(opened, requests, config, stop=options.stop, on_text=show)
-    if streams:
-        console.out("")
-    for number, result in enumerate(results):
-        if options.as_json:
+    with _display(console, 0 if options.as_json else len(prompts)) as show:
+        results, engine = generate(opened, requests, config, stop=options.stop, on_text=show)
+    if options.as_json:
+        for number, result in enumerate(results):
             console.out(json.dumps({"prompt": number, **dataclasses.asdict(result)}, ensure_ascii=False))
-        elif not streams:
-            console.rule(f"prompt {number + 1}")
-            console.out(result.text)
-    if not options.as_json:
+    else:
         metrics = engine.metrics
         note = "" if results[0].valid_output else "; nothing was fetched: the text is invalid"
         rate = metrics.hit_rate()
@@ -240,6 +233,32 @@ def run(options: Options, console: Console) -> None:
             f"{metrics.decode_tokens + len(results)} tokens, {metrics.tokens_per_s:.1f} tokens/s{hits}{note}",
             style="dim",
         )
+
+
+@contextlib.contextmanager
+def _display(console: Console, prompts: int) -> Iterator[Callable[[int, str], None]]:
+    """Shows texts as they come: one as it is, several below each other on a terminal, one after the other in a file."""
+    texts = [""] * prompts
+    if prompts == 1:
+        yield lambda number, text: console.out(text, end="", highlight=False)
+        console.out("")
+    elif prompts and console.is_terminal:
+        with Live(console=console, vertical_overflow="visible") as live:
+
+            def show(number: int, text: str) -> None:
+                texts[number] += text
+                live.update(Group(*(part for at, one in enumerate(texts) for part in (_rule(at), Text(one)))))
+
+            yield show
+    else:
+        yield lambda number, text: texts.__setitem__(number, texts[number] + text) if prompts else None
+        for number, text in enumerate(texts):
+            console.print(_rule(number))
+            console.out(text, highlight=False)
+
+
+def _rule(number: int) -> Rule:
+    return Rule(f"prompt {number + 1}")
 
 
 def _config(options: Options, prompts: int) -> Config:

@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from hisparse_jax.assembly import make_layout, open_model
 from hisparse_jax.config import parse
 from hisparse_jax.engine.requests import Request
 from hisparse_jax.errors import UserError
-from hisparse_jax.generation import TextStream, checkpoint_path, generate
+from hisparse_jax.generation import TextStream, _display, checkpoint_path, generate
 from hisparse_jax.sampling import SamplingParams
 from hisparse_jax.tokenizer import from_folder
 from tests.gguf_files import write
@@ -164,6 +167,29 @@ def test_streaming_to_the_terminal(tmp_path: Path, data: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "6 tokens" in done.stderr and "tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_several_texts_are_shown_as_they_come(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=40)
+    with _display(console, 2) as show:
+        for number, text in ((0, "one "), (1, "two "), (0, "three")):
+            show(number, text)
+            if terminal:
+                time.sleep(0.3)  # a refresh of the screen
+        shown = console.file.getvalue()
+    assert ("two" in shown) == terminal
+    text = console.file.getvalue()
+    assert all(part in text for part in ("prompt 1", "one three", "prompt 2", "two"))
+
+
+def test_one_text_is_shown_as_it_comes() -> None:
+    console = Console(file=io.StringIO())
+    with _display(console, 1) as show:
+        show(0, "one ")
+        assert console.file.getvalue() == "one "
+        show(0, "two")
+    assert console.file.getvalue() == "one two\n"
 
 
 @pytest.mark.parametrize(
