@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs `hisparse verify` over the reference folders of the tests and writes one JSON line a folder.
 
-    python -m benchmarks.verify_references --out benchmarks/results
+python -m benchmarks.verify_references --out benchmarks/results
 """
 
 from __future__ import annotations
