@@ -154,8 +154,8 @@ def plan(
         planner.show(planned, Console())
 
 
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * 2**30)
+def _bytes(gib: float | None) -> float | None:
+    return None if gib is None else gib * 2**30
 
 
 class _one_line_errors:  # noqa: N801 (a context manager reads as a function)

@@ -196,6 +196,13 @@ def test_plan(tmp_path: Path) -> None:
     assert "no machine is called 'abacus'; there are H200, B200, GH200" in done.stderr
 
 
+@pytest.mark.parametrize("size", ["nan", "0", "-1", "inf"])
+def test_plan_with_a_memory_that_is_none(tmp_path: Path, size: str) -> None:
+    done = hisparse("plan", "glm52", "--device-gib", size, cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and "--device-gib" in done.stderr
+
+
 def test_a_published_shape_cannot_be_run(tmp_path: Path) -> None:
     done = hisparse("run", "glm52", cwd=tmp_path)
     assert done.returncode == 2
