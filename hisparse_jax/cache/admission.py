@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from hisparse_jax.cache.append import with_rows
@@ -61,7 +60,7 @@ def admit(
     pool = cache.pool
 
     for position in range(len(cache.hot_rows)):
-        spaces = jnp.asarray(np.array([a.space for a in layout.addresses() if a.position == position], np.int32))
+        spaces = jnp.asarray(layout.spaces_at(position), jnp.int32)
 
         def one(group: Array, carry: tuple[Array, Array], spaces: Array = spaces) -> tuple[Array, Array]:
             hot_rows, pool = carry

@@ -28,7 +28,7 @@ def end_step(cache: Cache, implementation: Implementation = "auto") -> Cache:
     in_space = host_rows(cache, jnp.maximum(cache.length - 1, 0))
     pool = cache.pool
     for position, rows in enumerate(cache.hot_rows):
-        spaces = np.array([a.space for a in layout.addresses() if a.position == position], np.int32)
+        spaces = np.array(layout.spaces_at(position), np.int32)
         newest = rows.at[:, cache.newest].get(mode="clip").reshape(-1, layout.words)
         target = jnp.where(
             (closed & (in_space >= 0))[None], spaces[:, None] * layout.rows_per_space + in_space[None], -1

@@ -150,6 +150,10 @@ class Layout:
                 filled[position] += 1
         return tuple(found)
 
+    def spaces_at(self, position: int) -> tuple[int, ...]:
+        """The spaces whose rows are in the hot buffer of this position, in the order of its groups."""
+        return tuple(space for space, address in enumerate(self.addresses()) if address.position == position)
+
     def groups_at(self, position: int) -> int:
         """How many groups have a space at this position: the length of that hot buffer."""
         return sum(size > position for size in self.group_sizes)
