@@ -15,8 +15,8 @@ reference, and `met` says whether the figure that was asked for was reached.
 
 from __future__ import annotations
 
-import argparse
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common
-from benchmarks.bench_selection import once_us, peaks
 from pallas_kernels.online_softmax import Split, split
 from pallas_kernels.sparse_gqa import arg_specs as gqa_specs
 from pallas_kernels.sparse_gqa import mosaic_gpu as gqa_kernel
@@ -84,7 +83,7 @@ def measure(
     """Times of `run(*input)`, whose first argument is the query, and its difference from the reference."""
     jitted, record = jax.jit(run), {}
     got = jax.block_until_ready(jitted(*inputs[0]))
-    runs = [once_us(jitted, *inputs[i % len(inputs)]) for i in range(max(12, len(inputs)))][2:]
+    runs = common.runs_us(jitted, list(itertools.islice(itertools.cycle(inputs), max(12, len(inputs)))))[2:]
     record |= common.summary("device", np.asarray([sum(us for _, us in times) for times in runs]))
     record |= common.summary("kernel", np.asarray([sum(us for n, us in times if name in n) for times in runs]))
 
@@ -107,8 +106,8 @@ def measure(
         plain = jax.jit(reference)
         want = jax.block_until_ready(plain(*inputs[0]))
         record["difference"] = float(max(jnp.max(jnp.abs(a - b)) for a, b in zip(got, want, strict=True)))
-        slow = [sum(us for _, us in once_us(plain, *inputs[i % len(inputs)])) for i in range(4)][1:]
-        record["reference_us"] = float(np.median(slow))
+        slow = common.runs_us(plain, inputs[:4])
+        record["reference_us"] = float(np.median([sum(us for _, us in times) for times in slow]))
         record["times_faster"] = record["reference_us"] / record["device_us"]
     return record
 
@@ -216,38 +215,10 @@ def gqa(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
             yield judged(record, peak, name) if "device_us" in record else record
 
 
-def table(records: list[dict[str, Any]]) -> None:
-    """What was measured, for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = ("name", "how", "device_us", "kernel_us", "loop_us", "hbm_floor_us", "share_of_hbm", "tflop_s",
-               "times_faster", "times_bf16",
-               "difference", "error", "met")  # fmt: skip
-    out = Table(*columns)
-    for record in records:
-        values = [record.get(column, "") for column in columns]
-        values[1] = " ".join(str(v) for v in record["how"].values())
-        out.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
-    Console(width=200).print(out)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plans", nargs="*", default=["mla", "gqa"], choices=["mla", "gqa"])
-    parser.add_argument("--sweep", action="store_true", help="other launches too")
-    parser.add_argument("--out", default=str(common.RESULTS))
-    options = parser.parse_args()
-    environment, peak = common.environment(), peaks()
-    device = environment["device"].lower().replace(" ", "_")
-    for plan, source in (("mla", mla), ("gqa", gqa)):
-        if plan in options.plans:
-            records = []
-            for record in source(peak, sweep=options.sweep):
-                records.append(record | environment)
-                common.write_records(f"{options.out}/attention_{device}_{plan}.jsonl", records)
-            table(records)
-
+COLUMNS = (
+    "name", "how", "device_us", "kernel_us", "loop_us", "hbm_floor_us", "share_of_hbm", "tflop_s", "times_faster",
+    "times_bf16", "difference", "error", "met",
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    common.run_plans("attention", {"mla": mla, "gqa": gqa}, COLUMNS, __doc__)

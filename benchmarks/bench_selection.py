@@ -12,7 +12,6 @@ The floors are bytes over the HBM read peak and FLOP over the bfloat16 matmul pe
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks import common
 from pallas_kernels.index_scores import arg_specs as scores_specs
@@ -41,42 +39,11 @@ SWEPT = ("dsa_r64_128k", "dsa_r8_128k", "dsa_r64_32k", "glm52_fp8_r32", "llama_r
 RUNS, CACHE_BYTES = 20, 60 << 20
 
 
-def runs_us(function: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> list[list[tuple[str, float]]]:
-    """Name and device time of every kernel (CUPTI) of each run of a jitted function; one run before warms up."""
-    jax.block_until_ready(function(*inputs[0]))
-    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
-    cupti._cupti_init()
-    try:
-        jax.block_until_ready([function(*args) for args in inputs])
-    finally:
-        timings = cupti._cupti_get_timings(True)
-    each, left = divmod(len(timings), len(inputs))
-    assert not left, f"{len(timings)} kernels in {len(inputs)} runs"
-    kernels = [(kernel, 1e3 * ms) for kernel, ms in timings]
-    return [kernels[i * each : (i + 1) * each] for i in range(len(inputs))]
-
-
-def total_us(function: Callable[..., Any], *args: Any, runs: int = 5) -> list[float]:
-    """Device time of all kernels of each run."""
-    return [sum(us for _, us in kernels) for kernels in runs_us(function, [args] * runs)]
-
-
-def peaks() -> dict[str, float]:
-    """GB/s of reading 2 GiB, and TFLOP/s of an 8192-wide bfloat16 matmul; best of 5."""
-    values, square = jnp.ones(1 << 29, jnp.float32), jnp.ones((8192, 8192), jnp.bfloat16)
-    read, matmul = jax.jit(jnp.sum), jax.jit(lambda a: a @ a)
-
-    return {
-        "hbm_read_gb_s": values.nbytes / min(total_us(read, values)) / 1e3,
-        "bf16_tflop_s": 2 * 8192**3 / min(total_us(matmul, square)) / 1e6,
-    }
-
-
 def timed(run: Callable[..., Any], inputs: list[tuple[Any, ...]], name: str) -> dict[str, Any]:
     """Warm and cold times of the kernel `name`, and of what is around it."""
     jitted, record = jax.jit(run), {}
     for temperature, args in (("warm", inputs[:1]), ("cold", inputs)):
-        runs = runs_us(jitted, list(itertools.islice(itertools.cycle(args), RUNS)))[2:]
+        runs = common.runs_us(jitted, list(itertools.islice(itertools.cycle(args), RUNS)))[2:]
         for what in ("device", "around"):
             sums = [sum(us for n, us in kernels if (name in n) == (what == "device")) for kernels in runs]
             record |= common.summary(f"{temperature}_{what}", np.asarray(sums))
@@ -145,7 +112,7 @@ def topks(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
             except Exception as error:  # a launch that doesn't fit must not end the sweep
                 record["error"] = str(error)[:200]
             yield record
-        times = total_us(want_of, normal[0], length)
+        times = common.total_us(want_of, normal[0], length)
         yield at | {"implementation": "xla", "cold_device_us": float(np.median(times))}
         yield at | {"implementation": "torch"} | torch_topk_us((spec.rows, spec.context), spec.selected)
 
@@ -227,41 +194,14 @@ def _scored(
         record["error"] = str(error)[:200]
     yield record
     if with_xla:
-        times = total_us(jax.jit(xla), *inputs)
+        times = common.total_us(jax.jit(xla), *inputs)
         yield at | {"implementation": "xla", "cold_device_us": float(np.median(times))}
 
 
-def table(records: list[dict[str, Any]]) -> None:
-    """What was measured, for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = ("op", "name", "implementation", "scores", "how", "right", "largest_error", "warm_device_us",
-               "cold_device_us", "cold_around_us", "torch_us", "floor_us", "share_of_floor", "error")  # fmt: skip
-    out = Table(*columns)
-    for record in records:
-        how = ",".join(str(int(v)) for v in record.get("how", {}).values())
-        values = [how if column == "how" else record.get(column, "") for column in columns]
-        out.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
-    Console(width=200).print(out)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plans", nargs="*", default=["topk", "scores"], choices=["topk", "scores"])
-    parser.add_argument("--sweep", action="store_true", help="also measure other launches")
-    parser.add_argument("--out", default=str(common.RESULTS))
-    options = parser.parse_args()
-    environment = common.environment()
-    device = environment["device"].lower().replace(" ", "_")
-    peak = peaks()
-    for plan in options.plans:
-        records = []
-        for record in (topks if plan == "topk" else scores)(peak, sweep=options.sweep):
-            records.append(record | environment)
-            common.write_records(f"{options.out}/selection_{device}_{plan}.jsonl", records)
-        table(records)
-
+COLUMNS = (
+    "op", "name", "implementation", "scores", "how", "right", "largest_error", "warm_device_us", "cold_device_us",
+    "cold_around_us", "torch_us", "floor_us", "share_of_floor", "error",
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    common.run_plans("selection", {"topk": topks, "scores": scores}, COLUMNS, __doc__)

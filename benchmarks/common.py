@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -101,6 +102,37 @@ def summary(name: str, times_us: np.ndarray) -> dict[str, float]:
     }
 
 
+def runs_us(function: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> list[list[tuple[str, float]]]:
+    """Name and device time of every kernel (CUPTI) of each run of a jitted function; one run before warms up."""
+    jax.block_until_ready(function(*inputs[0]))
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready([function(*args) for args in inputs])
+    finally:
+        timings = cupti._cupti_get_timings(True)
+    each, left = divmod(len(timings), len(inputs))
+    assert not left, f"{len(timings)} kernels in {len(inputs)} runs"
+    kernels = [(kernel, 1e3 * ms) for kernel, ms in timings]
+    return [kernels[i * each : (i + 1) * each] for i in range(len(inputs))]
+
+
+def total_us(function: Callable[..., Any], *args: Any, runs: int = 5) -> list[float]:
+    """Device time of all kernels of each run."""
+    return [sum(us for _, us in kernels) for kernels in runs_us(function, [args] * runs)]
+
+
+def peaks() -> dict[str, float]:
+    """GB/s of reading 2 GiB, and TFLOP/s of an 8192-wide bfloat16 matmul; best of 5."""
+    values, square = jnp.ones(1 << 29, jnp.float32), jnp.ones((8192, 8192), jnp.bfloat16)
+    read, matmul = jax.jit(jnp.sum), jax.jit(lambda a: a @ a)
+
+    return {
+        "hbm_read_gb_s": values.nbytes / min(total_us(read, values)) / 1e3,
+        "bf16_tflop_s": 2 * 8192**3 / min(total_us(matmul, square)) / 1e6,
+    }
+
+
 def kernel_times_donated_us(
     function: Callable[..., jax.Array], donated: jax.Array, *args: Any, name: str
 ) -> list[float]:
@@ -163,3 +195,38 @@ def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def print_table(records: list[dict[str, Any]], columns: Iterable[str]) -> None:
+    """What was measured, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out, columns = Table(*columns), list(columns)
+    for record in records:
+        values = [record.get(column, "") for column in columns]
+        values = [" ".join(str(v) for v in value.values()) if isinstance(value, dict) else value for value in values]
+        out.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
+    Console(width=200).print(out)
+
+
+def run_plans(
+    stem: str, plans: dict[str, Callable[..., Iterable[dict[str, Any]]]], columns: Iterable[str], about: str | None
+) -> None:
+    """A benchmark's command line: each plan, called as `plan(peaks, sweep=...)`, gives the records of one file.
+
+    A file is written anew after each record, so that what was measured before a crash is there.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", nargs="*", default=list(plans), choices=list(plans))
+    parser.add_argument("--sweep", action="store_true", help="also measure other launches")
+    parser.add_argument("--out", default=str(RESULTS), help="folder of the records")
+    options = parser.parse_args()
+    stamp_of_run, peak = environment(), peaks()
+    device = stamp_of_run["device"].lower().replace(" ", "_")
+    for plan in options.plans:
+        records: list[dict[str, Any]] = []
+        for record in plans[plan](peak, sweep=options.sweep):
+            records.append(record | stamp_of_run)
+            write_records(f"{options.out}/{stem}_{device}_{plan}.jsonl", records)
+        print_table(records, columns)
