@@ -12,14 +12,6 @@ from pallas_kernels.index_scores.dsa import key_scores
 
 __all__ = ["dsa_scores", "key_scores", "quest_scores"]
 
-PROVED = False  # whether the kernels have passed their tests on a GPU; until then "auto" doesn't take them
-
-
-def _choose(implementation: str, operation: str, reason: str | None) -> str:
-    if implementation == "auto" and not PROVED:
-        reason = reason or "not yet proved on a GPU"
-    return choose(implementation, operation, reason)
-
 
 def quest_scores(
     query: Array, key_min: Array, key_max: Array, layer: Array | int, *, implementation: Implementation = "auto"
@@ -44,7 +36,7 @@ def quest_scores(
     check("quest_scores", "key_min", key_min, (None, requests, None, groups, channels))
     check("quest_scores", "key_max", key_max, key_min.shape, key_min.dtype)
     layer = jnp.asarray(layer, jnp.int32)
-    if _choose(implementation, "quest_scores", mosaic_gpu.quest_unsupported(query, key_min)) == "mosaic_gpu":
+    if choose(implementation, "quest_scores", mosaic_gpu.quest_unsupported(query, key_min)) == "mosaic_gpu":
         return mosaic_gpu.quest_scores(query, key_min, key_max, layer)
     return reference.quest_scores(query, key_min, key_max, layer)
 
@@ -82,6 +74,6 @@ def dsa_scores(
     if length is not None:
         check("dsa_scores", "length", length, (requests,), jnp.int32)
     layer = jnp.asarray(layer, jnp.int32)
-    if _choose(implementation, "dsa_scores", mosaic_gpu.dsa_unsupported(query, keys)) == "mosaic_gpu":
+    if choose(implementation, "dsa_scores", mosaic_gpu.dsa_unsupported(query, keys)) == "mosaic_gpu":
         return mosaic_gpu.dsa_scores(query, weight, keys, key_scale, layer, scale=scale, length=length)
     return dsa.dsa_scores(query, weight, keys, key_scale, layer, scale=scale)

@@ -11,8 +11,6 @@ from pallas_kernels.index_topk import mosaic_gpu, reference
 
 __all__ = ["index_topk"]
 
-PROVED = False  # whether the kernel has passed its tests on a GPU; until then "auto" doesn't take it
-
 
 def index_topk(scores: Array, length: Array, k: int, *, implementation: Implementation = "auto") -> Array:
     """The ids of the k largest scores of each row, ascending, padded with -1.
@@ -34,8 +32,6 @@ def index_topk(scores: Array, length: Array, k: int, *, implementation: Implemen
     if k < 1:
         raise ValueError(f"index_topk: k must be at least 1, got {k}")
     reason = mosaic_gpu.unsupported(scores.shape[1])
-    if implementation == "auto" and not PROVED:
-        reason = reason or "not yet proved on a GPU"
     if choose(implementation, "index_topk", reason) == "mosaic_gpu":
         return mosaic_gpu.index_topk(scores, length, k)
     return reference.index_topk(scores, length, k)

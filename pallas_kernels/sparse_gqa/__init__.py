@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.common import Implementation, check, choose
-from pallas_kernels.sparse_gqa import mosaic_gpu, reference, tuning
+from pallas_kernels.sparse_gqa import mosaic_gpu, reference
 
 __all__ = ["sparse_gqa"]
 
@@ -52,8 +52,6 @@ def sparse_gqa(
             f"bytes of one token (2 x {kv_heads} KV heads x {channels} channels of {jnp.dtype(dtype)})"
         )
     reason = mosaic_gpu.unsupported(query, hot_rows, place, jnp.dtype(dtype), masked=head_mask is not None)
-    if implementation == "auto" and not tuning.PROVED:
-        reason = reason or "the kernel is not yet proved on a GPU"
     args = query, hot_rows, jnp.asarray(group, jnp.int32), place, visible, head_mask
     if choose(implementation, "sparse_gqa", reason) == "mosaic_gpu":
         return mosaic_gpu.sparse_gqa(*args, scale=scale)

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from pallas_kernels.online_softmax import Split, split
 
-PROVED = False  # whether `auto` takes the kernel where it can run; to be set once its tests have passed on a GPU
-
 
 class Tuning(NamedTuple):
     """A launch.

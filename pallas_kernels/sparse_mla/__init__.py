@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels.common import Implementation, check, choose
 from pallas_kernels.row_format import RowFormat
-from pallas_kernels.sparse_mla import mosaic_gpu, reference, tuning
+from pallas_kernels.sparse_mla import mosaic_gpu, reference
 from pallas_kernels.sparse_mla.reference import read_rows
 
 __all__ = ["RowFormat", "read_rows", "sparse_mla"]
@@ -41,7 +41,5 @@ def sparse_mla(
     check("sparse_mla", "hot_rows", hot_rows, (None, None, row.words), jnp.uint32)
     check("sparse_mla", "place", place, (query.shape[0], None), jnp.int32)
     reason = mosaic_gpu.unsupported(query, place, row)
-    if implementation == "auto" and not tuning.PROVED:
-        reason = reason or "the kernel is not yet proved on a GPU"
     run = mosaic_gpu if choose(implementation, "sparse_mla", reason) == "mosaic_gpu" else reference
     return run.sparse_mla(query, hot_rows, jnp.asarray(group, jnp.int32), place, row=row, scale=scale)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-import pallas_kernels.index_scores as scores_op
 import pallas_kernels.index_topk as topk_op
 from pallas_kernels import index_scores
 from pallas_kernels.index_scores import arg_specs as scores_specs
@@ -74,22 +73,14 @@ def test_scores_fit(rows, records, record_bytes):
     assert how.stages * how.block * record_bytes <= 160 * 1024
 
 
-def test_auto_waits_for_a_proof():
-    """One constant per folder, `PROVED`, flips that."""
+def test_auto_takes_the_kernels():
     scores, length = jnp.zeros((2, 256)), jnp.zeros(2, jnp.int32)
     args, options = scores_specs.dsa_args(scores_specs.DSA["short"])
     with abstract_gpu():
         auto = str(jax.make_jaxpr(lambda s, n: topk_op.index_topk(s, n, 7))(scores, length))
-        assert ("pallas" in auto or "mpmd" in auto or "core_map" in auto) == topk_op.PROVED
+        assert "pallas" in auto or "mpmd" in auto or "core_map" in auto
         auto = str(jax.make_jaxpr(lambda a: index_scores.dsa_scores(**a, **options))(args))
-        assert ("wgmma" in auto) == scores_op.PROVED
-    assert "wgmma" in lowered_jaxpr(args, options)
-
-
-def lowered_jaxpr(args, options) -> str:
-    with abstract_gpu():
-        run = functools.partial(index_scores.dsa_scores, **options, implementation="mosaic_gpu")
-        return str(jax.make_jaxpr(lambda a: run(**a))(args))
+        assert "wgmma" in auto
 
 
 def test_what_a_kernel_cannot_take():
