@@ -2,7 +2,8 @@
 """Time of index_topk and of the index scores, beside their floors and beside `torch.topk` and the jnp references.
 
 The floors are bytes over the HBM read peak and FLOP over the bfloat16 matmul peak, both measured in the same run.
-`cold` times go round several inputs that together don't fit in the L2 cache, as in a decode step; `warm` ones don't.
+`cold` times go round inputs (of the scores: layers) that together don't fit in the L2 cache, as in a decode step;
+`warm` ones don't.
 `device_us` is the kernel's own time (CUPTI). What is around the kernel (shifting and casting queries) is in
 `around_us`. Every record says whether the ids were those of the reference.
 
@@ -35,7 +36,7 @@ from pallas_kernels.index_topk.tuning import RESIDENT_BYTES, share_of
 from pallas_kernels.index_topk.tuning import Tuning as TopkTuning
 from pallas_kernels.index_topk.tuning import tuning as topk_tuning
 
-SWEPT = ("dsa_r64_128k", "dsa_r8_128k", "dsa_r64_32k", "glm52_fp8_r32", "llama_r64")  # by --sweep
+SWEPT = ("dsa_r64_128k", "dsa_r8_128k", "dsa_r64_32k", "glm52_fp8_r32", "llama_r64", "m3_r64")  # by --sweep
 RUNS, CACHE_BYTES = 20, 60 << 20
 
 
@@ -118,7 +119,7 @@ def topks(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
 
 
 def scores(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
-    """dsa_scores and quest_scores at their shapes."""
+    """dsa_scores, quest_scores and msa_scores at their shapes, each with as many layers as the cache can't hold."""
 
     def fill(args: Any, seed: int) -> Any:
         keys = iter(jax.random.split(jax.random.key(seed), len(args)))
@@ -135,17 +136,22 @@ def scores(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         grid = itertools.product((64, 128), (2, 3, 4, 6), (how.parts // 2, how.parts, 2 * how.parts))
         return [ScoresTuning(*g) for g in grid if g[2] and g != tuple(how)] if sweep and name in SWEPT else []
 
+    def with_layers(spec: Any, layer_bytes: int) -> Any:
+        return spec._replace(layers=max(spec.layers, 1 + 3 * CACHE_BYTES // layer_bytes))
+
     for name, spec in scores_specs.DSA.items():
         if spec.records < 4096:
             continue
+        fp8 = spec.keys == "float8_e4m3fn"
+        width = 132 if fp8 else 256
+        spec = with_layers(spec, spec.rows * spec.records * width)
         args, options = scores_specs.dsa_args(spec)
         args = fill(args, 0) | {"length": jnp.full(spec.rows, spec.records, jnp.int32)}
-        width = args["keys"].dtype.itemsize * 128 + 4 * (args["key_scale"] is not None)
         work = {
             "bytes": spec.rows * spec.records * (width + 4),
             "flop": 2 * 128 * spec.rows * spec.records * spec.heads,
         }
-        names = ("query", "weight", "keys", "key_scale", "layer")
+        arrays = tuple(args[n] for n in ("length", "query", "weight", "keys", "key_scale"))
         base = scores_tuning(spec.rows, spec.records, width)
         for how in (base, *launches(name, base)):
 
@@ -155,38 +161,63 @@ def scores(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
             def xla(length: Any, *arrays: Any, scale: float = options["scale"]) -> jax.Array:
                 return dsa.dsa_scores(*arrays, scale=scale)
 
-            inputs = args["length"], *(args[n] for n in names)
-            yield from _scored("dsa_scores", name, spec, work, how, run, xla, inputs, peak, with_xla=how is base)
+            yield from _scored("dsa_scores", name, spec, work, how, run, xla, arrays, peak, with_xla=how is base)
     for name, spec in scores_specs.QUEST.items():
         if spec.pages < 1024:
             continue
-        args = fill(scores_specs.quest_args(spec), 1)
         pairs = spec.rows * spec.groups * spec.pages
+        spec = with_layers(spec, 512 * pairs)
+        args = fill(scores_specs.quest_args(spec), 1)
         work = {"bytes": pairs * (512 + 4 * spec.heads), "flop": 4 * 128 * pairs * spec.heads}
         base = scores_tuning(spec.rows * spec.groups, spec.pages, 512)
         for how in (base, *launches(name, base)):
             run = functools.partial(scores_kernel.quest_scores, how=how)
-            inputs = tuple(args[n] for n in ("query", "key_min", "key_max", "layer"))
+            arrays = args["query"], args["key_min"], args["key_max"]
             xla = scores_reference.quest_scores
-            yield from _scored("quest_scores", name, spec, work, how, run, xla, inputs, peak, with_xla=how is base)
+            yield from _scored("quest_scores", name, spec, work, how, run, xla, arrays, peak, with_xla=how is base)
+    for name, spec in scores_specs.MSA.items():
+        if spec.records < 4096:
+            continue
+        spec = with_layers(spec, 256 * spec.rows * spec.records)
+        args = fill(scores_specs.msa_args(spec), 2)
+        length = jnp.full(spec.rows, spec.records, jnp.int32)
+        blocks = spec.rows * spec.heads * spec.records // 128
+        work = {
+            "bytes": 256 * spec.rows * spec.records + 4 * blocks,
+            "flop": 2 * 128 * spec.rows * spec.records * spec.heads,
+        }
+        base = scores_tuning(spec.rows, spec.records, 256)
+        for how in (base, *(how for how in launches(name, base) if how.block == base.block)):
+
+            def run_msa(length: Any, query: Any, keys: Any, layer: Any, how: Any = how) -> jax.Array:
+                return scores_kernel.msa_scores(query, keys, layer, length, block_tokens=128, how=how)
+
+            def xla_msa(length: Any, query: Any, keys: Any, layer: Any) -> jax.Array:
+                return scores_reference.msa_scores(query, keys, layer, length, block_tokens=128)
+
+            arrays = length, args["query"], args["keys"]
+            yield from _scored(
+                "msa_scores", name, spec, work, how, run_msa, xla_msa, arrays, peak, with_xla=how is base
+            )
 
 
 def _scored(
-    op: str, name: str, spec: Any, work: dict[str, Any], how: Any, run: Any, xla: Any, inputs: Any,
+    op: str, name: str, spec: Any, work: dict[str, Any], how: Any, run: Any, xla: Any, arrays: Any,
     peak: dict[str, float], *, with_xla: bool,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The kernel's record, and the reference's. Inputs are far larger than the cache, so a run is cold by itself."""
+    """The kernel's record, and the reference's; both take the arrays and a layer, and go round the layers."""
     at = {"op": op, "name": name, **spec._asdict(), **work, **peak}
     at["hbm_floor_us"] = work["bytes"] / peak["hbm_read_gb_s"] / 1e3
     at["flop_floor_us"] = work["flop"] / peak["bf16_tflop_s"] / 1e6
     at["floor_us"] = max(at["hbm_floor_us"], at["flop_floor_us"])
     record = at | {"how": how._asdict()}
+    inputs = [(*arrays, jnp.int32(layer)) for layer in range(spec.layers)]
     try:
         if with_xla:
-            got, want = jax.jit(run)(*inputs), jax.jit(xla)(*inputs)
+            got, want = jax.jit(run)(*inputs[1]), jax.jit(xla)(*inputs[1])
             record["largest_error"] = float(jnp.max(jnp.abs(got - want)))
             record["largest_score"] = float(jnp.max(jnp.abs(want)))
-        record |= timed(run, [inputs], f"{op}_kernel")
+        record |= timed(run, inputs, f"{op}_kernel")
         record["share_of_floor"] = at["floor_us"] / record["cold_device_us"]
         record["gb_s"] = work["bytes"] / record["cold_device_us"] / 1e3
         record["tflop_s"] = work["flop"] / record["cold_device_us"] / 1e6
@@ -194,7 +225,8 @@ def _scored(
         record["error"] = str(error)[:200]
     yield record
     if with_xla:
-        times = common.total_us(jax.jit(xla), *inputs)
+        runs = common.runs_us(jax.jit(xla), list(itertools.islice(itertools.cycle(inputs), 5)))
+        times = [sum(us for _, us in kernels) for kernels in runs]
         yield at | {"implementation": "xla", "cold_device_us": float(np.median(times))}
 
 

@@ -10,7 +10,7 @@ from pallas_kernels.common import Implementation, check, choose
 from pallas_kernels.index_scores import dsa, mosaic_gpu, reference
 from pallas_kernels.index_scores.dsa import key_scores
 
-__all__ = ["dsa_scores", "key_scores", "quest_scores"]
+__all__ = ["dsa_scores", "key_scores", "msa_scores", "quest_scores"]
 
 
 def quest_scores(
@@ -77,3 +77,36 @@ def dsa_scores(
     if choose(implementation, "dsa_scores", mosaic_gpu.dsa_unsupported(query, keys)) == "mosaic_gpu":
         return mosaic_gpu.dsa_scores(query, weight, keys, key_scale, layer, scale=scale, length=length)
     return dsa.dsa_scores(query, weight, keys, key_scale, layer, scale=scale)
+
+
+def msa_scores(
+    query: Array, keys: Array, layer: Array | int, length: Array, *, block_tokens: int = 128,
+    implementation: Implementation = "auto",
+) -> Array:  # fmt: skip
+    """Scores of blocks of tokens: the largest `query . key` over the visible tokens of each block (MiniMax MSA).
+
+    `score[r, g, b] = max(query[r, g] . keys[layer, r, s] for s in block b if s < length[r])`
+
+    Args:
+      query: `[R, G, D]`, rotated, one index head a KV head.
+      keys: `[L, R, S, D]`, rotated, one key head for all index heads; what lies past a length may be anything.
+      layer: int32 scalar.
+      length: int32 `[R]`, visible tokens of each request.
+      block_tokens: of a block; the last block may be shorter.
+      implementation: "auto", "xla" or "mosaic_gpu".
+    Returns:
+      float32 `[R, G, ceil(S / block_tokens)]`, -inf for blocks without a visible token. Forcing the newest blocks is
+      left to the selection.
+    Raises:
+      ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
+    """
+    check("msa_scores", "query", query, (None, None, None))
+    requests, _, channels = query.shape
+    check("msa_scores", "keys", keys, (None, requests, None, channels))
+    check("msa_scores", "length", length, (requests,), jnp.int32)
+    if block_tokens < 1:
+        raise ValueError(f"msa_scores: block_tokens must be at least 1, got {block_tokens}")
+    layer = jnp.asarray(layer, jnp.int32)
+    if choose(implementation, "msa_scores", mosaic_gpu.msa_unsupported(query, keys, block_tokens)) == "mosaic_gpu":
+        return mosaic_gpu.msa_scores(query, keys, layer, length, block_tokens=block_tokens)
+    return reference.msa_scores(query, keys, layer, length, block_tokens=block_tokens)

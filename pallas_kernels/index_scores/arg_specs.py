@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named real shapes of dsa_scores and quest_scores, for tests, the tuner and benchmarks."""
+"""Named real shapes of the index scores, for tests, the tuner and benchmarks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ class Quest(NamedTuple):
     layers: int = 2
 
 
+class Msa(NamedTuple):
+    """R, index heads, S, and layers."""
+
+    rows: int
+    heads: int
+    records: int
+    layers: int = 2
+
+
 DSA = {
     "glm52_fp8_r32": Dsa(32, 32, 65536, "float8_e4m3fn"),
     "glm52_bf16_r32": Dsa(32, 32, 65536, "bfloat16"),
@@ -41,6 +50,12 @@ QUEST = {
     "llama_r64": Quest(64, 8, 4, 8192),
     "qwen_r8": Quest(8, 4, 7, 2048),
     "short": Quest(2, 1, 16, 72),
+}
+MSA = {
+    "m3_r64": Msa(64, 4, 131072),
+    "m3_r8": Msa(8, 4, 65536),
+    "odd": Msa(3, 9, 1000),
+    "short": Msa(2, 4, 128),
 }
 
 
@@ -68,4 +83,14 @@ def quest_args(spec: Quest) -> dict[str, jax.ShapeDtypeStruct]:
         "key_min": bounds,
         "key_max": bounds,
         "layer": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+
+
+def msa_args(spec: Msa) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arguments of `msa_scores` by name."""
+    return {
+        "query": jax.ShapeDtypeStruct((spec.rows, spec.heads, 128), jnp.bfloat16),
+        "keys": jax.ShapeDtypeStruct((spec.layers, spec.rows, spec.records, 128), jnp.bfloat16),
+        "layer": jax.ShapeDtypeStruct((), jnp.int32),
+        "length": jax.ShapeDtypeStruct((spec.rows,), jnp.int32),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index scores as Mosaic GPU kernels: tiles of keys through the copy engine, the tensor cores, a sum over heads.
+"""Index scores as Mosaic GPU kernels: tiles of keys through the copy engine, the tensor cores, a sum or a maximum.
 
 Every row of scores has a few programs of one warpgroup; each takes every `parts`-th tile of records. A pipeline keeps
 `stages` tiles on their way. A tile of records is the left operand (64 at a time), the row's queries, in shared memory,
@@ -9,6 +9,7 @@ dsa     bfloat16 keys go to the tensor cores as they lie in shared memory; e4m3 
         registers, which is exact. Their bfloat16 queries become float16 after a shift of each head by a power of two
         that puts its largest value into [1, 2): exact but for values below 2^-14 of that.
 quest   two products, of max(query, 0) with the maxima and of min(query, 0) with the minima of a page's keys.
+msa     a tile is a block of bfloat16 keys, and what is written is its maximum over the visible ones, for each head.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SWIZZLED_8BIT = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 MAX_HEADS = 128
 MAX_QUEST_HEADS = 16
+MAX_MSA_HEADS = 32
+MSA_BLOCKS = 64, 128  # tokens of a block that can be a tile
 
 
 def dsa_unsupported(query: Array, keys: Array) -> str | None:
@@ -50,6 +53,19 @@ def quest_unsupported(query: Array, key_min: Array) -> str | None:
     if query.shape[2] > MAX_QUEST_HEADS:
         return f"at most {MAX_QUEST_HEADS} heads of a group, got {query.shape[2]}"
     return _unsupported(query.shape[3], key_min.shape[2])
+
+
+def msa_unsupported(query: Array, keys: Array, block_tokens: int) -> str | None:
+    """Why `msa_scores` can't take these arrays, or None."""
+    if keys.dtype != jnp.bfloat16:
+        return f"keys must be bfloat16, got {keys.dtype}"
+    if query.shape[1] > MAX_MSA_HEADS:
+        return f"at most {MAX_MSA_HEADS} index heads, got {query.shape[1]}"
+    if block_tokens not in MSA_BLOCKS:
+        return f"blocks must have {' or '.join(map(str, MSA_BLOCKS))} tokens, got {block_tokens}"
+    if keys.shape[2] < block_tokens:
+        return f"{keys.shape[2]} tokens are less than a block of {block_tokens}"
+    return _unsupported(keys.shape[3], keys.shape[2])
 
 
 def _unsupported(channels: int, records: int) -> str | None:
@@ -162,6 +178,55 @@ def quest_scores(query: Array, key_min: Array, key_max: Array, layer: Array, *, 
         grid=(rows, groups, how.parts), grid_names=("row", "group", "part"),
         scratch_types=[queries, queries, plgpu.Barrier(num_arrivals=2), arrived, bounds, bounds],
     )(jnp.maximum(query, 0), jnp.minimum(query, 0), key_min, key_max, layer.reshape(1))  # fmt: skip
+
+
+def msa_scores(
+    query: Array, keys: Array, layer: Array, length: Array, *, block_tokens: int, how: Tuning | None = None
+) -> Array:
+    """See `pallas_kernels.index_scores.msa_scores`; the launch's tiles are the blocks."""
+    rows, heads, channels = query.shape
+    records, columns = keys.shape[2], -(-heads // 8) * 8
+    query = jnp.pad(query.astype(keys.dtype), ((0, 0), (0, columns - heads), (0, 0)))
+    how = (how or tuning(rows, records, channels * keys.dtype.itemsize))._replace(block=block_tokens)
+
+    def msa_scores_kernel(
+        query_ref: Any, keys_ref: Any, layer_ref: Any, length_ref: Any, out_ref: Any, queries: Any, ready: Any,
+        arrived: Any, keys_smem: Any,
+    ) -> None:  # fmt: skip
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+        layer, visible = layer_ref[0], jnp.minimum(length_ref[row], records)
+        plgpu.copy_gmem_to_smem(query_ref.at[row], queries, ready)
+        plgpu.barrier_wait(ready)
+        token = plgpu.broadcasted_iota(jnp.int32, (block_tokens, columns), 0, layout=plgpu.Layout.WGMMA)
+
+        def write(here: Any, score: Array) -> None:
+            block = lax.div(here.start + (block_tokens - 1), jnp.int32(block_tokens))
+            out_ref.at[row, block][...] = score
+
+        def tile(slot: Array, here: Any) -> None:
+            products = _products((block_tokens, columns), (keys_smem.at[slot], queries))
+            # A last block that is shorter lies in a tile that begins with tokens of the block before.
+            before = lax.rem(block_tokens - lax.rem(here.start, jnp.int32(block_tokens)), jnp.int32(block_tokens))
+            seen = (token >= before) & (token < visible - here.start)
+            write(here, jnp.max(jnp.where(seen, products, -jnp.inf), axis=0))
+
+        def blank(here: Any) -> None:
+            write(here, plgpu.layout_cast(jnp.full(columns, -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(0)))
+
+        sources = [(lambda here: keys_ref.at[layer, row, here], keys_smem)]
+        _over_tiles(tile, blank, sources, arrived, part, how, visible, records)
+
+    run = plgpu.kernel(
+        msa_scores_kernel, out_type=jax.ShapeDtypeStruct((rows, -(-records // block_tokens), columns), jnp.float32),
+        grid=(rows, how.parts), grid_names=("row", "part"),
+        scratch_types=[
+            plgpu.SMEM((columns, channels), keys.dtype, transforms=_SWIZZLED), plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=how.stages),
+            plgpu.SMEM((how.stages, block_tokens, channels), keys.dtype, transforms=_SWIZZLED),
+        ],
+    )  # fmt: skip
+    # Written by block, as a block's scores then lie side by side; turning them is little work for XLA.
+    return run(query, keys, layer.reshape(1), length)[..., :heads].transpose(0, 2, 1)
 
 
 def _products(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definitions of the index scores in `jax.numpy`; also the portable implementation."""
+"""Definitions of the scores of pages and blocks in `jax.numpy`; also the portable implementations."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def quest_scores(query: Array, key_min: Array, key_max: Array, layer: Array) -> 
     return jnp.einsum("rghc,rpgc->rghp", up, high, precision=highest) + jnp.einsum(
         "rghc,rpgc->rghp", down, low, precision=highest
     )
+
+
+def msa_scores(query: Array, keys: Array, layer: Array, length: Array, *, block_tokens: int) -> Array:
+    """See `pallas_kernels.index_scores.msa_scores`."""
+    keys = keys[layer]
+    compute = {"preferred_element_type": jnp.float32, "precision": lax.Precision.HIGHEST}
+    score = jnp.einsum("rgd,rsd->rgs", query.astype(keys.dtype), keys, **compute)
+    visible = jnp.arange(keys.shape[1])[None] < length[:, None]
+    score = jnp.where(visible[:, None], score, -jnp.inf)
+    score = jnp.pad(score, ((0, 0), (0, 0), (0, -keys.shape[1] % block_tokens)), constant_values=-jnp.inf)
+    return jnp.max(score.reshape(*score.shape[:2], -1, block_tokens), axis=3)

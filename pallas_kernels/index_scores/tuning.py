@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the index-score kernels are launched: derived from sizes, as no launch has been measured yet."""
+"""How the index-score kernels are launched: derived from sizes; other launches have not been measured yet."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MULTIPROCESSORS = 132
 
 
 class Tuning(NamedTuple):
-    """Launch of dsa_scores and quest_scores.
+    """Launch of the index scores.
 
     Attributes:
-      block: records of a tile, a multiple of 64.
+      block: records of a tile, a multiple of 64; of msa_scores the tokens of a block.
       stages: tiles of a program under way.
       parts: programs that share a row's tiles.
     """

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hisparse_jax.records import quantise_keys
 from tests import oracles
+from tests.helpers import int32
 
 
 def _choice(*values: float):
@@ -70,3 +75,45 @@ def quest_inputs(rows: int, groups: int, heads: int, pages: int, layers: int = 2
     query = jnp.asarray(rng.standard_normal((rows, groups, heads, 128)), jnp.bfloat16)
     low = jnp.asarray(rng.standard_normal((layers, rows, pages, groups, 128)), jnp.bfloat16)
     return query, low, low + jnp.asarray(rng.random(low.shape), jnp.bfloat16)
+
+
+class MsaCase(NamedTuple):
+    """Arguments of `msa_scores` with NaN and infinities past the lengths, and what they should give in float64."""
+
+    query: jax.Array
+    keys: jax.Array
+    length: np.ndarray
+    block_tokens: int
+
+    def run(self, function, **options) -> np.ndarray:
+        options = {"block_tokens": self.block_tokens} | options
+        run = jax.jit(functools.partial(function, **options))
+        return np.asarray(run(self.query, self.keys, jnp.int32(1), int32(self.length)))
+
+    def check(self, got: np.ndarray) -> None:
+        """A float32 sum of 128 products rounds by at most 128 eps of its absolute terms, and so does a maximum."""
+        (rows, heads, _), records = self.query.shape, self.keys.shape[2]
+        blocks = -(-records // self.block_tokens)
+        assert got.shape == (rows, heads, blocks) and got.dtype == np.float32
+        query, keys = (np.asarray(x.astype(jnp.float32), np.float64) for x in (self.query, self.keys[1]))
+        for r, b in np.ndindex(rows, blocks):
+            own = keys[r, b * self.block_tokens : min((b + 1) * self.block_tokens, self.length[r])]
+            if len(own):
+                error = np.abs(got[r, :, b] - (query[r] @ own.T).max(1))
+                terms = (np.abs(query[r]) @ np.abs(own).T).max(1)
+                assert np.all(error <= 128 * np.finfo(np.float32).eps * terms), (r, b, error)
+            else:
+                assert np.all(got[r, :, b] == -np.inf), (r, b)
+
+
+def msa_case(heads: int, records: int, length, *, block_tokens: int = 128, shift: float = 0.0) -> MsaCase:
+    """Keys about `shift`, so that all products can be of one sign; the other layer is NaN."""
+    rng = np.random.default_rng(records + heads)
+    rows = len(length)
+    query = rng.standard_normal((rows, heads, 128)) + shift
+    keys = rng.standard_normal((2, rows, records, 128)) - shift
+    poison = np.resize([np.nan, np.inf, -np.inf, 3e38], (records, 128))
+    keys[0] = np.nan
+    for row, n in zip(keys[1], length, strict=True):
+        row[n:] = poison[n:]
+    return MsaCase(jnp.asarray(query, jnp.bfloat16), jnp.asarray(keys, jnp.bfloat16), np.asarray(length), block_tokens)

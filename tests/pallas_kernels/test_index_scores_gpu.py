@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.index_scores import dsa_scores, mosaic_gpu, quest_scores, reference
+from pallas_kernels.index_scores import dsa_scores, mosaic_gpu, msa_scores, quest_scores, reference
 from pallas_kernels.index_scores.tuning import Tuning
 from pallas_kernels.index_topk import index_topk
 from tests.helpers import int32
 from tests.pallas_kernels.kernel_cases import needs_gpu
-from tests.pallas_kernels.selection_cases import dsa_inputs, quest_inputs
+from tests.pallas_kernels.selection_cases import dsa_inputs, msa_case, quest_inputs
 
 pytestmark = needs_gpu
 LAUNCHES = [None, Tuning(64, 1, 1), Tuning(64, 3, 5), Tuning(128, 4, 2)]
@@ -106,3 +106,46 @@ def test_quest_scores(rows, groups, heads, pages, how):
     both = (jnp.abs(x.astype(jnp.float32)) for x in (low, high))
     terms = reference.quest_scores(jnp.abs(query), *(jnp.stack([x, x]) for x in [sum(both)[1]] * 2), jnp.int32(1))
     assert np.all(np.abs(got - want) <= 256 * np.finfo(np.float32).eps * np.asarray(terms))
+
+
+MSA_LENGTHS = [1, 127, 128, 129, 0, 1000, 1023, 10**9]
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+@pytest.mark.parametrize("how", [None, Tuning(128, 1, 1), Tuning(128, 3, 5), Tuning(128, 6, 2)], ids=str)
+@pytest.mark.parametrize("heads, records, block_tokens", [
+    (4, 1024, 128), (4, 1000, 128), (9, 1160, 128), (1, 128, 128), (32, 4096, 128), (4, 1000, 64), (4, 72, 64),
+])  # fmt: skip
+def test_msa_scores(heads, records, block_tokens, how, shift):
+    """Lengths where blocks begin and end, NaN and infinities past them; every product below 0 with the shift."""
+    length = np.minimum(MSA_LENGTHS, records)
+    case = msa_case(heads, records, length, block_tokens=block_tokens, shift=shift)
+    run = functools.partial(mosaic_gpu.msa_scores, how=how)
+    got = case.run(run)
+    case.check(got)
+    np.testing.assert_array_equal(got, case.run(run))
+
+
+def test_every_token_counts_for_its_block():
+    """One key of each block is the largest, at every place of a block: a wrong tile, row or swizzle can't hide."""
+    blocks = 128
+    at = np.arange(blocks) * 128 + np.arange(blocks)[::-1]
+    keys = np.zeros((2, 1, blocks * 128, 128), np.float32)
+    keys[1, 0, at, np.arange(blocks)] = 1 + np.arange(blocks)
+    query = jnp.asarray(np.stack([np.ones(128), np.arange(128) % 2, -np.ones(128), np.arange(128) == 5]), jnp.bfloat16)
+    run = functools.partial(msa_scores, implementation="mosaic_gpu")
+    got = jax.jit(run)(query[None], jnp.asarray(keys, jnp.bfloat16), jnp.int32(1), int32([blocks * 128]))
+    largest = 1.0 + np.arange(blocks)
+    want = [largest, largest * (np.arange(blocks) % 2), 0 * largest, largest * (np.arange(blocks) == 5)]
+    np.testing.assert_array_equal(np.asarray(got)[0], want)
+
+
+def test_msa_scores_past_4_gib():
+    """Layer 1 of keys that are 5 GiB; the last request."""
+    case = msa_case(4, 1024, [1000])
+    keys = jnp.full((2, 10, 1 << 20, 128), jnp.nan, jnp.bfloat16).at[1, 9, :1024].set(case.keys[1, 0])
+    query = jnp.broadcast_to(case.query, (10, 4, 128))
+    run = jax.jit(functools.partial(msa_scores, implementation="mosaic_gpu"))
+    got = np.asarray(run(query, keys, jnp.int32(1), int32([0] * 9 + [1000])))
+    case.check(got[9:, :, :8])
+    assert np.all(got[:9] == -np.inf) and np.all(got[9, :, 8:] == -np.inf)

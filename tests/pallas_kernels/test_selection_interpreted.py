@@ -20,7 +20,7 @@ from pallas_kernels.index_topk import mosaic_gpu
 from pallas_kernels.index_topk.tuning import Tuning
 from tests.helpers import int32
 from tests.pallas_kernels.kernel_cases import ON_GPU, same, without_races
-from tests.pallas_kernels.selection_cases import SCORES, dsa_inputs, expected_topk, quest_inputs
+from tests.pallas_kernels.selection_cases import SCORES, dsa_inputs, expected_topk, msa_case, quest_inputs
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
 
@@ -70,3 +70,17 @@ def test_quest_scores():
     run = functools.partial(scores_kernel.quest_scores, how=ScoresTuning(64, 2, 2))
     got = jax.jit(run)(query, low, high, jnp.int32(1))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)  # values about 100
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of what lies past a length
+@pytest.mark.parametrize(
+    "heads, records, length, block_tokens, parts",
+    [
+        (4, 384, [1, 127, 128, 129, 384, 0], 128, 2),
+        (4, 200, [200, 128, 129, 72, 73, 199], 128, 1),
+        (9, 200, [200, 64, 1], 64, 3),
+    ],
+)
+def test_msa_scores(heads, records, length, block_tokens, parts):
+    case = msa_case(heads, records, length, block_tokens=block_tokens)
+    case.check(case.run(scores_kernel.msa_scores, how=ScoresTuning(block_tokens, 2, parts)))

@@ -64,6 +64,13 @@ def test_quest_scores(name, kind):
     lower(functools.partial(index_scores.quest_scores, implementation="mosaic_gpu"), args, kind)
 
 
+@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("name", scores_specs.MSA)
+def test_msa_scores(name, kind):
+    args = scores_specs.msa_args(scores_specs.MSA[name])
+    lower(functools.partial(index_scores.msa_scores, implementation="mosaic_gpu"), args, kind)
+
+
 @pytest.mark.parametrize(
     "rows, records, record_bytes", [(32, 65536, 132), (32, 65536, 256), (64, 8192, 512), (1, 68, 132)]
 )
@@ -110,4 +117,18 @@ def test_what_a_kernel_cannot_take():
                 query[0, :, :8], jnp.zeros((1, 8)), bounds[:, :, :, 0], None, 0, scale=1.0,
                 length=jnp.zeros(2, jnp.int32),
             )  # fmt: skip
+        for shape, kind, options, message in (
+            ((4, 64, 128), jnp.float32, {}, "keys must be bfloat16, got float32"),
+            ((33, 128, 128), jnp.bfloat16, {}, "at most 32 index heads, got 33"),
+            ((4, 256, 128), jnp.bfloat16, {"block_tokens": 32}, "blocks must have 64 or 128 tokens, got 32"),
+            ((4, 64, 128), jnp.bfloat16, {}, "64 tokens are less than a block of 128"),
+            ((4, 130, 128), jnp.bfloat16, {}, "multiple of 8"),
+            ((4, 128, 64), jnp.bfloat16, {}, "channels must be 128"),
+        ):
+            heads, records, channels = shape
+            query, keys = jnp.zeros((1, heads, channels), jnp.bfloat16), jnp.zeros((1, 1, records, channels), kind)
+            with pytest.raises(ValueError, match=message):
+                index_scores.msa_scores(
+                    query, keys, 0, jnp.zeros(1, jnp.int32), **options, implementation="mosaic_gpu"
+                )  # fmt: skip
     assert "shared memory" in str(mosaic_gpu.unsupported(1 << 24))
