@@ -152,17 +152,20 @@ def mla(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         size = spec.requests * (spec.selected * row.row_bytes + spec.heads * (2 * row.width + 4 * row.latent))
         flop = 2 * spec.requests * spec.heads * spec.selected * (row.width + row.latent)
         base = {"op": "sparse_mla", "name": name, **spec._asdict(), "bytes": size, "flop": flop, **peak}
-        chosen = mla_tuning(spec.requests, spec.heads, spec.selected)
+        chosen = mla_tuning(spec.requests, spec.heads, spec.selected, spec.record)
         launches = [chosen]
         if sweep:
             tiles = -(-spec.selected // 64)
             for parts in (1, 2, 4, 8, 16, 32):
                 other = Split(parts, -(-tiles // parts))
                 launches += [chosen._replace(split=other)] if other != chosen.split else []
+            launches.append(chosen._replace(prefetch=not chosen.prefetch))
+            if fp8:
+                launches += [chosen._replace(in_place=False, prefetch=prefetch) for prefetch in (False, True)]
             registers, producer = ((224, 224), 56) if fp8 else ((240, 240), 24)
             each = chosen._replace(handed_on=False, consumer_registers=registers, producer_registers=producer)
             launches.append(each)
-            for own, producer in (((240, 200), 64), ((232, 168), 104), ((224, 168), 112)):
+            for own, producer in (((240, 200), 64), ((232, 168), 104)):
                 launches.append(chosen._replace(consumer_registers=own, producer_registers=producer))
         for i, how in enumerate(launches):
             run = functools.partial(mla_kernel.sparse_mla, row=row, scale=0.05, how=how)

@@ -4,7 +4,7 @@
 A program attends with up to 64 heads of one request to one part of its places, 64 records (a tile) at a time. Three
 warpgroups, with two tiles in shared memory:
 
-* the producer looks up places, and copies (fp8: dequantises) rows into a swizzled tile `[64, 576]`;
+* the producer looks up places and copies rows into a swizzled tile `[64, 576]`; fp8 rows it then dequantises there;
 * the leader computes the logits of the tile, `q k^T`, and its softmax, in registers, and hands the weights on through
   shared memory;
 * leader and follower each add up half of the columns: the value of a record is the first 512 columns of the tile it has
@@ -63,7 +63,7 @@ def sparse_mla(
     """See `pallas_kernels.sparse_mla.sparse_mla`. `how.split` must cover all places."""
     requests, heads, width = query.shape
     selected, slots = place.shape[1], hot_rows.shape[1]
-    how = how or tuning(requests, heads, selected)
+    how = how or tuning(requests, heads, selected, row.record)
     (parts, part_tiles), stages = how.split, how.stages
     head_programs = head_tiles(heads)
     own_heads = heads // head_programs
@@ -87,16 +87,21 @@ def sparse_mla(
             at = (part * part_tiles + number) * TOKENS + lane
             slot = indexed.gather(place_ref, jnp.where((lane < TOKENS) & (at < selected), at, -1))
             slot = jnp.minimum(slot, slots - 1)
+            if how.prefetch:
+                tiles.prefetch_rows(rows_ref, slot, row.row_bytes)
             indexed.scatter(items.at[lax.rem(number, jnp.int32(rings))], jnp.where(lane < TOKENS, lane, -1), slot)
 
         def copy(number: Any, stage: Any) -> None:
-            ring = lax.rem(number, jnp.int32(rings))
-            if row.record == "fp8":
-                tiles.gather_fp8_tile(
-                    tile.at[stage], rows_ref, items.at[ring], item_bytes=row.row_bytes, latent=row.latent
-                )
+            rows = (tile.at[stage], rows_ref, items.at[lax.rem(number, jnp.int32(rings))])
+            if row.record != "fp8":
+                tiles.gather_tile(*rows, item_bytes=row.row_bytes)
+            elif how.in_place:
+                tiles.copy_fp8_tile(*rows, item_bytes=row.row_bytes, latent=row.latent)
             else:
-                tiles.gather_tile(tile.at[stage], rows_ref, items.at[ring], item_bytes=row.row_bytes)
+                tiles.gather_fp8_tile(*rows, item_bytes=row.row_bytes, latent=row.latent)
+
+        def convert(stage: Any) -> None:
+            tiles.convert_fp8_tile(tile.at[stage], latent=row.latent)
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
@@ -105,7 +110,8 @@ def sparse_mla(
             locate(jnp.int32(0))
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
-            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
+            finish = convert if row.record == "fp8" and how.in_place else None
+            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed, finish=finish)
 
         def shown_in(number: Any) -> Callable[[], Array]:
             def shown() -> Array:

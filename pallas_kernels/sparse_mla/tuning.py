@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pallas_kernels.online_softmax import HEADS, Split, split
+from pallas_kernels.row_format import RecordType
 
 
 class Tuning(NamedTuple):
@@ -17,6 +18,9 @@ class Tuning(NamedTuple):
       handed_on: whether one consumer computes the weights for both.
       consumer_registers, producer_registers: of a lane, multiples of 8. Together they must not exceed 504, which is
         what three warpgroups start with: more, and a consumer waits for registers for ever.
+      in_place: whether fp8 rows are copied as they are into their tile and converted there, all of a tile under way at
+        a time; otherwise they are loaded into registers.
+      prefetch: whether the rows of the next tile are asked for in the L2 cache as soon as their slots are known.
     """
 
     split: Split
@@ -24,6 +28,8 @@ class Tuning(NamedTuple):
     handed_on: bool = True
     consumer_registers: tuple[int, int] = (240, 176)
     producer_registers: int = 88
+    in_place: bool = True
+    prefetch: bool = False
 
 
 def head_tiles(heads: int) -> int:
@@ -31,6 +37,6 @@ def head_tiles(heads: int) -> int:
     return -(-heads // HEADS)
 
 
-def tuning(requests: int, heads: int, selected: int) -> Tuning:
-    """The launch for R, N and K."""
-    return Tuning(split(requests * head_tiles(heads), selected))
+def tuning(requests: int, heads: int, selected: int, record: RecordType = "bfloat16") -> Tuning:
+    """The launch for R, N, K and a type of records."""
+    return Tuning(split(requests * head_tiles(heads), selected), prefetch=record == "fp8")

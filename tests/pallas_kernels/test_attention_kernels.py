@@ -40,6 +40,22 @@ def test_sparse_mla_lowers(name, kind):
     assert text.count("kernel_hash") == 1 and "mosaic_gpu" in text
 
 
+@pytest.mark.parametrize(
+    "record, change",
+    [
+        ("bfloat16", {"prefetch": True}),
+        ("fp8", {"prefetch": False}),
+        ("fp8", {"in_place": False}),
+        ("fp8", {"handed_on": False, "consumer_registers": (224, 224), "producer_registers": 56}),
+    ],
+)
+def test_other_launches_of_sparse_mla_lower(record, change):
+    spec = mla_specs.SPECS["r64_n64_bf16"]._replace(record=record)
+    how = mla_tuning(spec.requests, spec.heads, spec.selected, record)._replace(**change)
+    run = functools.partial(mla_kernel.sparse_mla, row=spec.row, scale=0.1, how=how)
+    assert "mosaic_gpu" in lower_for_cuda(lambda args: run(**args), mla_specs.abstract_args(spec))
+
+
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("name", gqa_specs.SPECS)
 def test_sparse_gqa_lowers(name, kind):
@@ -57,19 +73,20 @@ def interpreted():
 
 @on_cpu
 @pytest.mark.parametrize(
-    "record, heads, selected, parts, handed_on",
+    "record, heads, selected, parts, change",
     [
-        ("bfloat16", 16, 100, 1, True),
-        ("bfloat16", 128, 321, 2, True),
-        ("bfloat16", 64, 321, 1, False),
-        ("fp8", 96, 200, 1, False),
-        ("fp8", 64, 300, 3, True),
+        ("bfloat16", 16, 100, 1, {}),
+        ("bfloat16", 128, 321, 2, {"prefetch": True}),
+        ("bfloat16", 64, 321, 1, {"handed_on": False}),
+        ("fp8", 96, 200, 1, {"handed_on": False}),
+        ("fp8", 64, 300, 3, {}),
+        ("fp8", 64, 200, 2, {"in_place": False}),
     ],
 )
-def test_sparse_mla_interpreted(record, heads, selected, parts, handed_on, interpreted):
+def test_sparse_mla_interpreted(record, heads, selected, parts, change, interpreted):
     case = mla_case(record, 5 if heads == 16 else 2, heads, selected)
     each = math.ceil(math.ceil(selected / 64) / parts)
-    how = mla_tuning(2, heads, selected)._replace(split=Split(parts, each), handed_on=handed_on)
+    how = mla_tuning(2, heads, selected, record)._replace(split=Split(parts, each), **change)
     run = functools.partial(mla_kernel.sparse_mla, row=case.row, scale=MLA_SCALE, how=how)
     agree(jax.jit(run)(*case.args()), case.want())
 

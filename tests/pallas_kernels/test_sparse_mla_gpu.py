@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,16 @@ from tests.pallas_kernels.kernel_cases import needs_gpu, same
 
 pytestmark = needs_gpu
 RECORDS = ("bfloat16", "fp8")
+LAUNCHES: dict[str, list[dict[str, Any]]] = {
+    "bfloat16": [{"handed_on": False}, {"prefetch": True}],
+    "fp8": [
+        {"handed_on": False},
+        {"prefetch": False},
+        {"in_place": False},
+        {"in_place": False, "prefetch": False},
+        {"consumer_registers": (240, 200), "producer_registers": 64},
+    ],
+}
 
 
 @functools.cache
@@ -54,14 +65,15 @@ def test_the_same_bits_wherever_the_rows_lie(record, requests, selected):
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_parts(record):
-    """Any number of parts, the last of them partly or wholly empty; the same bits with weights handed on or not."""
+    """Any number of parts, the last of them partly or wholly empty; the same bits whatever else the launch says."""
     case = mla_case(record, 4, 64, 700)
     want = case.want()
     for split in (Split(1, 11), Split(2, 6), Split(3, 4), Split(11, 1), Split(6, 2)):
-        how = tuning(4, 64, 700)._replace(split=split)
+        how = tuning(4, 64, 700, record)._replace(split=split)
         got = attend(case.row, how)(*case.args())
         agree(got, want)
-        same(attend(case.row, how._replace(handed_on=False))(*case.args()), got, f"{split}: ")
+        for change in LAUNCHES[record]:
+            same(attend(case.row, how._replace(**change))(*case.args()), got, f"{split}, {change}: ")
 
 
 @pytest.mark.parametrize("record", RECORDS)
