@@ -39,7 +39,7 @@ from pallas_kernels.sparse_mla.tuning import tuning as mla_tuning
 CACHE_BYTES, LOOP = 60 << 20, 20
 SLOTS = 64 * 4160  # of every group, so that even one request's rows are far apart
 MLA = ("r64_n64_bf16", "r64_n128_bf16", "r64_n64_fp8", "r64_n128_fp8", "r1_n64_bf16", "r1_n64_fp8", "few_heads")
-GQA = ("quest_r64", "quest_r64_masked", "quest_r1", "four_kv_heads")
+GQA = ("quest_r64", "quest_r64_masked", "quest_r1", "four_kv_heads", "msa_r64", "msa_blocks")
 # Figures to reach: share of the HBM floor, TFLOP/s of the definition, or microseconds.
 REQUIRED = {
     "r64_n64_bf16": ("share_of_hbm", 0.45, 0.65),

@@ -27,7 +27,8 @@ SPECS = {
     "quest_r64": Spec(64, 8, 4, 128, 16, 64 * 260),
     "quest_r64_masked": Spec(64, 8, 4, 256, 16, 64 * 260, True),
     "quest_r1": Spec(1, 8, 4, 128, 16, 260),
-    "msa_blocks": Spec(4, 1, 16, 16, 128, 4 * 65),
+    "msa_blocks": Spec(4, 1, 16, 16, 128, 4 * 65),  # rows are (request, KV group), here one request of four groups
+    "msa_r64": Spec(64 * 4, 1, 16, 16, 128, 64 * 4 * 65),
     "four_kv_heads": Spec(8, 4, 8, 64, 16, 8 * 130),
     "odd": Spec(3, 3, 5, 11, 10, 60, True),
     "all_heads": Spec(2, 1, 64, 20, 7, 60),
