@@ -20,7 +20,9 @@ def sparse_gqa(
     """Softmax attention over the tokens of the selected records, read where they lie.
 
     A record holds its tokens one after the other, each as `[key, value]` of all KV heads: `[tokens, 2, G, C]` of
-    `dtype`. Places of -1 and tokens from `visible` on contribute nothing, whatever bytes lie there.
+    `dtype`. Places of -1 and tokens from `visible` on contribute nothing, whatever bytes lie there. Where each KV head
+    selects records of its own (blocks of MSA), a record is that of one head and a row is a pair (request, KV head):
+    `query.reshape(R * G, 1, heads, C)`, and places and visible tokens alike.
 
     Args:
       query: `[R, G, heads, C]`, rotated queries by KV head.

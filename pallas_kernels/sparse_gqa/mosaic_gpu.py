@@ -70,7 +70,9 @@ def sparse_gqa(
     how = how or tuning(requests, kv_heads, selected * tokens, head_mask is not None)
     (parts, part_tiles), stages = how.split, how.stages
     rings, consumers = stages + 1, how.consumers
-    head_programs = kv_heads // consumers
+    head_programs, left = divmod(kv_heads, consumers)
+    if left or not head_programs:
+        raise ValueError(f"sparse_gqa: {kv_heads} KV heads can't be shared out over {consumers} consumers a program")
     masked = head_mask is not None
     query = query.astype(jnp.bfloat16)
 

@@ -26,6 +26,10 @@ class Tuning(NamedTuple):
 
 
 def tuning(requests: int, kv_heads: int, tokens: int, masked: bool) -> Tuning:
-    """The launch for R, G and so many tokens in the records of a request. Words of masks take a stage's room."""
+    """The launch for R, G and so many tokens in the records of a request.
+
+    Stages fill shared memory: 6 for one consumer, 3 for two, 2 where words of masks take the room of a third.
+    """
     consumers = 1 if kv_heads % 2 else 2
-    return Tuning(split(requests * kv_heads // consumers, tokens), consumers, 2 if masked else 3)
+    stages = 6 if consumers == 1 else 2 if masked else 3
+    return Tuning(split(requests * kv_heads // consumers, tokens), consumers, stages)

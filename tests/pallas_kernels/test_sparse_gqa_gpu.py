@@ -20,7 +20,7 @@ pytestmark = needs_gpu
 attend = jax.jit(functools.partial(sparse_gqa, scale=GQA_SCALE, dtype=jnp.bfloat16, implementation="mosaic_gpu"))
 # R, G, heads of each, K, tokens of a record
 SIZES = [(1, 8, 4, 128, 16), (4, 2, 4, 13, 16), (3, 1, 16, 2, 128), (2, 3, 5, 11, 10), (5, 1, 32, 20, 7),
-         (40, 8, 4, 9, 16), (2, 4, 8, 1, 1)]  # fmt: skip
+         (40, 8, 4, 9, 16), (2, 4, 8, 1, 1), (12, 1, 16, 16, 128), (150, 1, 16, 3, 128)]  # fmt: skip
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -54,6 +54,24 @@ def test_launches(consumers, stages):
     for split in (Split(1, 11), Split(3, 4), Split(11, 1)):
         how = tuning(3, 2, 43 * 16, False)._replace(split=split, consumers=consumers, stages=stages)
         agree(jax.jit(functools.partial(mosaic_gpu.sparse_gqa, scale=GQA_SCALE, how=how))(*case.args()), want)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_launches_of_one_kv_head(stages):
+    """As rows of MSA: parts of one tile, of some, and of all, with more stages than tiles and fewer."""
+    case = gqa_case(5, 1, 16, 5, 128)
+    want = case.want()
+    for split in (Split(1, 10), Split(3, 4), Split(10, 1)):
+        how = tuning(5, 1, 5 * 128, False)._replace(split=split, stages=stages)
+        agree(jax.jit(functools.partial(mosaic_gpu.sparse_gqa, scale=GQA_SCALE, how=how))(*case.args()), want)
+
+
+@pytest.mark.parametrize("requests", [2, 16])
+def test_the_same_bits_wherever_the_blocks_lie(requests):
+    case = gqa_case(4 * requests, 1, 16, 16, 128)
+    first = attend(*case.args())
+    for seed, extra in enumerate((0, 33)):
+        same(attend(*case.args(*moved(case.words, case.place, extra, seed))), first, f"{extra} more slots: ")
 
 
 def test_rows_past_4_gib():

@@ -109,6 +109,22 @@ def test_a_mask_of_all_is_no_mask():
         np.testing.assert_allclose(masked, plain, rtol=1e-6, atol=1e-7)
 
 
+def test_rows_of_one_kv_head():
+    """Records of one KV head, rows that are pairs of request and KV head: what records of all heads give."""
+    case = Case(jnp.float32)
+    want, want_sum = case.want()
+    kv = np.moveaxis(case.poisoned.view(np.float32).reshape(GROUPS, SLOTS, TOKENS, 2, KV_HEADS, CHANNELS), 4, 2)
+    rows = to_words(kv.reshape(GROUPS, SLOTS * KV_HEADS, -1))
+    head = np.arange(KV_HEADS)[None, :, None]
+    place = np.where(case.place[:, None] >= 0, case.place[:, None] * KV_HEADS + head, -1)
+    got, got_sum = attention(
+        case.query.reshape(REQUESTS * KV_HEADS, 1, HEADS, CHANNELS), jnp.asarray(rows), jnp.int32(0),
+        jnp.asarray(place.reshape(-1, RECORDS), jnp.int32),
+        jnp.asarray(np.repeat(case.visible, KV_HEADS, axis=0), jnp.int32), dtype=jnp.float32,
+    )  # fmt: skip
+    agree((got.reshape(want.shape), got_sum.reshape(want_sum.shape)), (want, want_sum), jnp.float32)
+
+
 @pytest.mark.parametrize("nothing", ["places", "visible"])
 def test_a_request_without_anything_gives_zero(nothing):
     case = Case(jnp.float32)
