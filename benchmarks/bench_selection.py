@@ -36,6 +36,7 @@ from pallas_kernels.index_topk.tuning import RESIDENT_BYTES, share_of
 from pallas_kernels.index_topk.tuning import Tuning as TopkTuning
 from pallas_kernels.index_topk.tuning import tuning as topk_tuning
 
+TOPK = "dsa_r64_128k", "dsa_r8_128k", "dsa_r64_32k", "deepseek_v4_c4", "quest_pages", "msa_blocks", "million"
 SWEPT = ("dsa_r64_128k", "dsa_r8_128k", "dsa_r64_32k", "glm52_fp8_r32", "llama_r64", "m3_r64")  # by --sweep
 RUNS, CACHE_BYTES = 20, 60 << 20
 
@@ -82,7 +83,7 @@ def topk_launches(rows: int, context: int) -> list[TopkTuning]:
 
 def topks(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
     """index_topk at its shapes; scores of several kinds."""
-    for name in ("dsa_r64_128k", "dsa_r8_128k", "dsa_r64_32k", "deepseek_v4_c4", "quest_pages", "million"):
+    for name in TOPK:
         spec = topk_specs.SPECS[name]
         copies = min(max(2, 3 * CACHE_BYTES // (4 * spec.rows * spec.context)), 24)
         key = jax.random.key(0)
