@@ -132,6 +132,8 @@ class DecodeConfig:
       prefill_chunk: prompt tokens of one jitted call.
       implementation: of the kernels.
       prefetch: whether followers' rows are fetched as soon as their anchor has resolved, or just before they are read.
+      fetch_programs: grid of a follower's fetch; a small one leaves the device to what runs beside it. The measured
+        one if not given.
     """
 
     residencies: tuple[Residency, ...] = ("full", "hisparse")
@@ -141,6 +143,44 @@ class DecodeConfig:
     prefill_chunk: Positive = 512
     implementation: Literal["auto", "xla", "mosaic_gpu"] = "auto"
     prefetch: Literal["off", "exact"] = "exact"
+    fetch_programs: Positive | None = None
+
+
+Mode = Literal["full", "sync", "prefetch", "no_io"]
+
+
+@dataclass(frozen=True)
+class SyntheticConfig:
+    """Decoding of a published shape, timed with random weights and synthetic selections: docs/throughput.md.
+
+    Attributes:
+      first_layer: the first layer that is simulated; it must select for itself.
+      layers: how many are.
+      ranks: devices that share the model; one rank's share is simulated.
+      contexts: lengths of all requests, in tokens.
+      concurrency: requests that this rank decodes together.
+      modes: "full"; hisparse with each fetch just before its attention ("sync") or as soon as it is known ("prefetch");
+        "no_io", which moves no bytes.
+      warmup_steps: steps before anything is timed.
+      steps: steps that are timed, as often as `repeats` says.
+      repeats: how many times are taken.
+      cold_concurrency: where the first step after admission, in which everything misses, is timed too.
+      device_share: of the device's memory, may be used.
+      weight_bytes: of a parameter, in the rule that fixes the memory for caches.
+    """
+
+    first_layer: Count = 0
+    layers: Positive = 8
+    ranks: Positive = 8
+    contexts: tuple[Positive, ...] = (32768,)
+    concurrency: tuple[Positive, ...] = (1, 8)
+    modes: tuple[Mode, ...] = ("full", "sync", "prefetch", "no_io")
+    warmup_steps: Positive = 24
+    steps: Positive = 16
+    repeats: Positive = 3
+    cold_concurrency: tuple[Positive, ...] = ()
+    device_share: Annotated[float, Field(gt=0, le=1)] = 0.85
+    weight_bytes: Annotated[float, Field(gt=0)] = 1.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +208,7 @@ class Config:
       prompt: what is asked.
       decode: how it is run.
       expect: what makes a run fail.
+      synthetic: instead of a prompt: time a published shape.
       runs: folder for run folders.
     """
 
@@ -180,12 +221,14 @@ class Config:
     prompt: PromptConfig = PromptConfig()
     decode: DecodeConfig = DecodeConfig()
     expect: ExpectConfig = ExpectConfig()
+    synthetic: SyntheticConfig | None = None
     runs: str = "runs"
 
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 for _section in (
-    ModelConfig, QuestSelection, DsaSelection, CacheConfig, PromptConfig, DecodeConfig, ExpectConfig, Config,
+    ModelConfig, QuestSelection, DsaSelection, CacheConfig, PromptConfig, DecodeConfig, SyntheticConfig, ExpectConfig,
+    Config,
 ):  # fmt: skip
     _section.__pydantic_config__ = _STRICT
 
@@ -344,5 +387,11 @@ def _impossible(config: Config) -> Iterable[str]:
         yield "prompt.file: missing; prompt.source is file"
     if prompt.source == "random" and prompt.tokens is None:
         yield "prompt.tokens: missing; prompt.source is random"
+    if config.synthetic is not None:
+        if model.published is None:
+            yield "model.published: missing; synthetic times a published shape"
+        if model.records != "plain" or model.dtype != "bfloat16":
+            yield "model: synthetic rows are bfloat16; give dtype: bfloat16 and records: plain"
+        return
     if prompt.source == "text" and not prompt.text.strip():
         yield "prompt.text: empty; give a text, or another prompt.source"

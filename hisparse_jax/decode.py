@@ -20,6 +20,7 @@ from hisparse_jax.cache.backup import end_step
 from hisparse_jax.cache.layout import Layout, Records
 from hisparse_jax.cache.memory import sharding
 from hisparse_jax.cache.state import Cache, begin_step, entering, placements
+from hisparse_jax.compiler_options import Options, decode_options
 from hisparse_jax.sampling import Sampling, sample
 from pallas_kernels.common import Implementation
 
@@ -118,7 +119,7 @@ def decode_step(
 
 def compile_decode(
     model: Model, state: DecodeState, *, steps: int, stop_tokens: Sequence[int] = (), keep_logits: bool = False,
-    implementation: Implementation = "auto", compiler_options: dict[str, Any] | None = None,
+    implementation: Implementation = "auto", compiler_options: Options | None = None,
 ) -> Wrapped:  # fmt: skip
     """The jitted chunk of `steps` decode steps. Lengths may grow without compiling again.
 
@@ -129,7 +130,7 @@ def compile_decode(
       stop_tokens: a request that emits one of them is done.
       keep_logits: give out the logits of every step.
       implementation: of backup: "auto", "xla" or "mosaic_gpu".
-      compiler_options: options for XLA.
+      compiler_options: options for XLA; `hisparse_jax.compiler_options.decode_options()` if not given.
     Returns:
       a jitted function of parameters and state to the new state and `Steps`; the state it is given is donated.
     """
@@ -141,15 +142,16 @@ def compile_decode(
         state = replace(state, cache=entering(state.cache))
         return lax.scan(lambda state, _: one(params, state), state, length=steps)
 
-    return jax.jit(chunk, donate_argnums=1, out_shardings=(_placements(state), None), compiler_options=compiler_options)
+    options = decode_options() if compiler_options is None else compiler_options
+    return jax.jit(chunk, donate_argnums=1, out_shardings=(state_placements(state), None), compiler_options=options)
 
 
 def place(state: DecodeState) -> DecodeState:
     """Puts every leaf where the decode loop keeps it. Nothing moves that is there already."""
-    return jax.device_put(state, _placements(state))
+    return jax.device_put(state, state_placements(state))
 
 
-def _placements(state: DecodeState) -> Any:
+def state_placements(state: DecodeState) -> Any:
     """The sharding of every leaf of the state."""
     on_device = jax.tree.map(lambda _: sharding(host=False), state)
     return replace(on_device, cache=placements(state.cache))

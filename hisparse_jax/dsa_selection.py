@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.records import quantise_keys
+from hisparse_jax.workload import Locality, synthetic_scores
 from pallas_kernels.common import Implementation
 from pallas_kernels.index_scores import dsa_scores, key_scores
 from pallas_kernels.index_topk import index_topk
@@ -60,7 +61,7 @@ def append_index_key(index: DsaIndex, cache: Cache, anchor: Array | int, key: Ar
 
 def select_tokens(
     index: DsaIndex, cache: Cache, anchor: Array | int, query: Array, weight: Array, count: int, *, scale: float,
-    implementation: Implementation = "auto",
+    workload: Locality | None = None, implementation: Implementation = "auto",
 ) -> Array:  # fmt: skip
     """The `count` best tokens of each request; all of them where there are fewer. The newest is not forced in.
 
@@ -72,6 +73,7 @@ def select_tokens(
       weight: float32 `[R, N]`.
       count: how many; no more than the selection that the cache was made for.
       scale: factor of the products.
+      workload: a synthetic process whose scores stand for those just computed.
       implementation: of the kernels.
     Returns:
       int32 `[R, K]`, ascending, -1 padded; K is what the cache was made for.
@@ -87,6 +89,8 @@ def select_tokens(
             implementation=implementation,
         )  # fmt: skip
     with jax.named_scope("selection"):
+        if workload is not None:
+            scores = synthetic_scores(scores, cache.length, jnp.asarray(anchor, jnp.int32), workload)
         ids = index_topk(scores, cache.length, min(count, width), implementation=implementation)
     return jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
 

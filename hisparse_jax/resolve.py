@@ -67,13 +67,19 @@ def resolve(
     return Resolution(selected, place, found.plan), cache
 
 
-def fetch(cache: Cache, address: Address, plan: Plan | None, implementation: Implementation = "auto") -> Cache:
-    """Brings the planned rows of one space in. A follower calls it with its anchor's plan."""
+def fetch(
+    cache: Cache, address: Address, plan: Plan | None, implementation: Implementation = "auto", *,
+    programs: int | None = None,
+) -> Cache:  # fmt: skip
+    """Brings the planned rows of one space in. A follower calls it with its anchor's plan.
+
+    A fetch that runs beside compute is a small grid, `programs`: a large one takes the multiprocessors away.
+    """
     if plan is None or cache.layout.residency == "no_io":
         return cache
     with jax.named_scope("fetch"):
         rows = fetch_kernel.fetch(
             cache.pool, cache.hot_rows[address.position], plan, cache.base, address.space, address.group,
-            rows_per_space=cache.layout.rows_per_space, implementation=implementation,
+            rows_per_space=cache.layout.rows_per_space, programs=programs, implementation=implementation,
         )  # fmt: skip
     return with_rows(cache, address.position, rows)

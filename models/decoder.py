@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,9 +43,9 @@ class Layer(nnx.Module):
         out, cache, selection = self.attention.decode(self.attention_norm(x), cache, address)
         return self._mlp(x + out), cache, selection
 
-    def prefill(self, x: Array, stored: Array, layer: Array, start: Array) -> tuple[Array, Array, None]:
+    def prefill(self, x: Array, stored: Array, layer: Array, start: Array) -> tuple[Array, Array]:
         out, stored = self.attention.prefill(self.attention_norm(x), stored, layer, start)
-        return self._mlp(x + out), stored, None
+        return self._mlp(x + out), stored
 
     def _mlp(self, x: Array) -> Array:
         with jax.named_scope("mlp"):
@@ -53,7 +53,10 @@ class Layer(nnx.Module):
 
 
 class QuestDecoder(Backbone):
-    """Scanned layers between embedding and head. Implements `hisparse_jax.decode.Model` through `models.functional`.
+    """Layers between embedding and head. Implements `hisparse_jax.decode.Model` through `models.functional`.
+
+    Each layer has parameters of its own: a scan over stacked ones copies a layer's before it uses them. All layers
+    share what is traced and lowered, so that compile time hardly grows with depth.
 
     Args:
       config: shapes.
@@ -70,40 +73,24 @@ class QuestDecoder(Backbone):
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.config, self.rule = config, rule
 
-        @nnx.split_rngs(splits=config.layers)
-        @nnx.vmap
-        def stack(rngs: nnx.Rngs) -> Layer:
-            return Layer(config, rule, dtype=dtype, rngs=rngs, implementation=implementation)
-
-        self.layers = stack(rngs)
+        self.layers = nnx.List(
+            [Layer(config, rule, dtype=dtype, rngs=rngs, implementation=implementation) for _ in range(config.layers)]
+        )
 
     def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
         """As `decode`, and the selected pages of all layers, stacked."""
-
-        def step(layer: Layer, number: Array, x: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
-            return layer.decode(x, cache, Address(space=number, table=number, position=0, group=number))
-
-        x, cache, selected = self._scan(step, self.embed(token), cache)
-        return self.logits(x), cache, selected
+        x, selected = self.embed(token), []
+        for number, layer in enumerate(self.layers):
+            x, cache, selection = _decode(*nnx.split(layer), x, cache, jnp.int32(number))
+            selected.append(selection)
+        return self.logits(x), cache, jax.tree.map(lambda *layers: jnp.stack(layers), *selected)
 
     def prefill_traced(self, tokens: Array, start: Array, scratch: Array) -> tuple[Array, Array, None]:
         """As `prefill`; prompts are dense, so nothing is selected."""
-
-        def step(layer: Layer, number: Array, x: Array, stored: Array) -> tuple[Array, Array, None]:
-            return layer.prefill(x, stored, number, start)
-
-        return self._scan(step, self.embed(tokens), scratch)
-
-    def _scan(self, step: Callable[..., tuple[Array, Any, Any]], x: Array, state: Any) -> tuple[Array, Any, Any]:
-        """Runs `step(layer, number, x, state)` over the layers, which share one compiled body; stacks third results."""
-        definition, parameters = nnx.split(self.layers)
-
-        def body(carry: tuple[Array, Any], item: tuple[Any, Array]) -> tuple[tuple[Array, Any], Any]:
-            x, state, out = step(nnx.merge(definition, item[0]), item[1], *carry)
-            return (x, state), out
-
-        (x, state), out = lax.scan(body, (x, state), (parameters, jnp.arange(self.config.layers)))
-        return x, state, out
+        x = self.embed(tokens)
+        for number, layer in enumerate(self.layers):
+            x, scratch = _prefill(*nnx.split(layer), x, scratch, jnp.int32(number), start)
+        return x, scratch, None
 
     # What the cache holds of it ------------------------------------------------------------------------------------
 
@@ -140,6 +127,20 @@ class QuestDecoder(Backbone):
             return page_bounds(keys, tokens, layout.record_tokens)
 
         return QuestIndex(*lax.map(one, stored))
+
+
+@partial(jax.jit, static_argnums=0)
+def _decode(definition: Any, parameters: Any, x: Array, cache: Cache, number: Array) -> tuple[Array, Cache, Selection]:
+    """`Layer.decode`; which layer is data, so that all share it."""
+    return nnx.merge(definition, parameters).decode(x, cache, Address(number, number, 0, number))
+
+
+@partial(jax.jit, static_argnums=0)
+def _prefill(
+    definition: Any, parameters: Any, x: Array, stored: Array, number: Array, start: Array
+) -> tuple[Array, Array]:
+    """`Layer.prefill`, shared in the same way."""
+    return nnx.merge(definition, parameters).prefill(x, stored, number, start)
 
 
 def _fit(x: Array, length: int) -> Array:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,8 +27,9 @@ from hisparse_jax.dsa_selection import (
 from hisparse_jax.prefetch import followers_issued
 from hisparse_jax.resolve import Resolution, fetch, resolve
 from hisparse_jax.selection import Selection
+from hisparse_jax.workload import Locality
 from models.backbone import Backbone
-from models.dsa_config import DsaConfig, Run
+from models.dsa_config import DsaConfig
 from models.indexer import Indexer
 from models.layers import MLP, RMSNorm
 from models.mla import LatentAttention, Projected
@@ -59,12 +60,16 @@ class DsaOptions:
       record: type of stored records.
       index_keys: type of stored index keys.
       prefetch: fetch followers' rows as soon as their anchor has resolved; otherwise just before they are read.
+      fetch_programs: grid of a follower's fetch; the tuned one if None.
+      workload: a synthetic process that chooses tokens instead of the indexer, which still runs; None for the real one.
       implementation: of the kernels.
     """
 
     record: RecordType
     index_keys: RecordType
     prefetch: bool = True
+    fetch_programs: int | None = None
+    workload: Locality | None = None
     implementation: Implementation = "auto"
 
 
@@ -124,7 +129,10 @@ class Group(nnx.Module):
                 projected = layer.attention.project(layer.attention_norm(x), place)
                 cache = append(cache, address, projected.record)
             for follower in followers:
-                cache = fetch(cache, addresses[follower], resolution.plan, self.options.implementation)
+                cache = fetch(
+                    cache, addresses[follower], resolution.plan, self.options.implementation,
+                    programs=self.options.fetch_programs,
+                )  # fmt: skip
             x = layer.add_mlp(x + layer.attention.attend(cache, address, resolution, projected))
         return x, cache, resolution.selected
 
@@ -136,7 +144,7 @@ class Group(nnx.Module):
         cache = cache.replace(index=append_index_key(cache.index, cache, address.table, key))
         ids = select_tokens(
             cache.index, cache, address.table, query, weight, self.config.selected, scale=anchor.indexer.scale,
-            implementation=self.options.implementation,
+            workload=self.options.workload, implementation=self.options.implementation,
         )  # fmt: skip
         return resolve(cache, address, ids, self.options.implementation)
 
@@ -166,7 +174,8 @@ class Group(nnx.Module):
 class DsaDecoder(Backbone):
     """Groups of layers between embedding and head. Implements `hisparse_jax.decode.Model` through `models.functional`.
 
-    Groups of one shape that follow each other are stacked and scanned.
+    Each layer has parameters of its own: a scan over stacked ones copies a layer's before it uses them. Groups of one
+    shape share what is traced and lowered (`_decode`), so that compile time hardly grows with depth.
 
     Args:
       config: shapes.
@@ -181,56 +190,28 @@ class DsaDecoder(Backbone):
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.config, self.options = config, options
 
-        def stack(run: Run) -> Group:
-            @nnx.split_rngs(splits=run.groups)
-            @nnx.vmap
-            def make(rngs: nnx.Rngs) -> Group:
-                return Group(config, options, run.dense, dtype=dtype, rngs=rngs)
-
-            return make(rngs)
-
-        self.runs = nnx.List([stack(run) for run in config.runs()])
+        self.groups = nnx.List(
+            [Group(config, options, sharing.dense, dtype=dtype, rngs=rngs) for sharing in config.sharing()]
+        )
 
     def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
         """As `decode`, and the selected tokens of all tables, stacked."""
-
-        def step(run: Run, group: Group, number: Array, x: Array, cache: Cache) -> tuple[Array, Cache, Array]:
-            space, table = run.first_layer + number * len(run.dense), run.first_table + number
-            addresses = [
-                Address(space + position, table, position, first + number)
-                for position, first in enumerate(run.first_group)
-            ]
-            return group.decode(x, cache, addresses)
-
-        x, cache, selected = self._through(step, self.embed(token), cache)
-        return self.logits(x), cache, Selection(selected, None)
+        x, selected = self.embed(token), []
+        for group, sharing in zip(self.groups, self.config.sharing(), strict=True):
+            first, table = jnp.int32(sharing.first_layer), jnp.int32(sharing.table)
+            hot_groups = jnp.asarray(sharing.hot_groups, jnp.int32)
+            x, cache, ids = _decode(*nnx.split(group), x, cache, first, table, hot_groups)
+            selected.append(ids)
+        return self.logits(x), cache, Selection(jnp.stack(selected), None)
 
     def prefill_traced(self, tokens: Array, start: Array, scratch: Prompt) -> tuple[Array, Prompt, Selection]:
         """As `prefill`, and the selected tokens of all tables, ids `[tables, C, K]`."""
-
-        def step(run: Run, group: Group, number: Array, x: Array, prompt: Prompt) -> tuple[Array, Prompt, Array]:
-            first = run.first_layer + number * len(run.dense)
-            return group.prefill(x, prompt, start, first, run.first_table + number)
-
-        x, scratch, selected = self._through(step, self.embed(tokens), scratch)
-        return x, scratch, Selection(selected, None)
-
-    def _through(self, step: Callable[..., tuple[Array, Any, Array]], x: Array, state: Any) -> tuple[Array, Any, Array]:
-        """Runs `step(run, group, number, x, state)` over all groups; its third results are stacked."""
-        selected = []
-        for run, groups in zip(self.config.runs(), self.runs, strict=True):
-            definition, parameters = nnx.split(groups)
-
-            def body(
-                carry: tuple[Array, Any], item: tuple[Any, Array], run: Run = run, definition: Any = definition
-            ) -> tuple[tuple[Array, Any], Array]:
-                x, state, ids = step(run, nnx.merge(definition, item[0]), item[1], *carry)
-                return (x, state), ids
-
-            numbers = jnp.arange(run.groups, dtype=jnp.int32)
-            (x, state), ids = lax.scan(body, (x, state), (parameters, numbers))
+        x, selected = self.embed(tokens), []
+        for group, sharing in zip(self.groups, self.config.sharing(), strict=True):
+            first, table = jnp.int32(sharing.first_layer), jnp.int32(sharing.table)
+            x, scratch, ids = _prefill(*nnx.split(group), x, scratch, start, first, table)
             selected.append(ids)
-        return x, state, jnp.concatenate(selected)
+        return x, scratch, Selection(jnp.stack(selected), None)
 
     # What the cache holds of it ------------------------------------------------------------------------------------
 
@@ -261,6 +242,23 @@ class DsaDecoder(Backbone):
     def _index(self, requests: int, tokens: int) -> DsaIndex:
         config = self.config
         return dsa_index(len(config.group_sizes), requests, tokens, config.index_dim, self.options.index_keys)
+
+
+@partial(jax.jit, static_argnums=0)
+def _decode(
+    definition: Any, parameters: Any, x: Array, cache: Cache, first: Array, table: Array, hot_groups: Array
+) -> tuple[Array, Cache, Array]:
+    """`Group.decode` of the group that begins with layer `first`. Where it lies is data: groups of a shape share it."""
+    addresses = [Address(first + at, table, at, hot_groups[at]) for at in range(len(hot_groups))]
+    return nnx.merge(definition, parameters).decode(x, cache, addresses)
+
+
+@partial(jax.jit, static_argnums=0)
+def _prefill(
+    definition: Any, parameters: Any, x: Array, prompt: Prompt, start: Array, first: Array, table: Array
+) -> tuple[Array, Prompt, Array]:
+    """`Group.prefill`, shared in the same way."""
+    return nnx.merge(definition, parameters).prefill(x, prompt, start, first, table)
 
 
 def _write_keys(index: DsaIndex, anchor: Array, start: Array, keys: Array) -> DsaIndex:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from hisparse_jax.errors import UserError
 from models.config import RopePairing
@@ -37,27 +36,20 @@ class Yarn:
     logit_factor: float
 
 
-@dataclass(frozen=True)
-class Run:
-    """Consecutive selection groups of one shape, which one scan computes.
+class Sharing(NamedTuple):
+    """One selection group: an anchor and the followers that take its selection.
 
     Attributes:
-      first_layer: the anchor of its first group.
-      first_table: the table of its first group.
-      groups: how many groups.
-      dense: for each layer of a group, whether its MLP is dense; the first is the anchor.
-      first_group: for each layer of a group, the index of its first group in the hot buffer of that position.
+      first_layer: the anchor; the followers are the layers behind it.
+      table: its table, the number of the group.
+      dense: for each of its layers, whether the MLP is dense; the first is the anchor.
+      hot_groups: for each of its layers, its index in the hot buffer of that position.
     """
 
     first_layer: int
-    first_table: int
-    groups: int
+    table: int
     dense: tuple[bool, ...]
-    first_group: tuple[int, ...]
-
-    def layers(self, position: int) -> tuple[int, ...]:
-        """The layers at this position of the groups."""
-        return tuple(self.first_layer + group * len(self.dense) + position for group in range(self.groups))
+    hot_groups: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -164,19 +156,14 @@ class DsaConfig:
         """How a token's record is stored."""
         return RowFormat(self.latent, self.rope, record)
 
-    def runs(self) -> tuple[Run, ...]:
-        """The groups in order, those of one shape together."""
-        sizes, layer, table, runs = self.group_sizes, 0, 0, []
-        filled = [0] * max(sizes)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        shapes = [self.dense[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        for shape, same in groupby(shapes):
-            count = len(list(same))
-            runs.append(Run(layer, table, count, shape, tuple(filled[: len(shape)])))
-            layer, table = layer + count * len(shape), table + count
-            for position in range(len(shape)):
-                filled[position] += count
-        return tuple(runs)
+    def sharing(self) -> tuple[Sharing, ...]:
+        """The selection groups in order."""
+        filled, groups, layer = [0] * max(self.group_sizes), [], 0
+        for table, size in enumerate(self.group_sizes):
+            groups.append(Sharing(layer, table, self.dense[layer : layer + size], tuple(filled[:size])))
+            filled[:size] = [count + 1 for count in filled[:size]]
+            layer += size
+        return tuple(groups)
 
 
 def read_config(config: Mapping[str, Any], name: str = "config.json") -> DsaConfig:

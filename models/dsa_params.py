@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from hisparse_jax.checkpoint.load import Entry
@@ -17,7 +15,6 @@ _ATTENTION = {
     "out": "o_proj",
 }
 _INDEXER = {"query": "wq_b", "key": "wk", "weight": "weights_proj"}
-_LAYER = "model.layers.{layer}"
 
 
 def dsa_entries(config: DsaConfig) -> list[Entry]:
@@ -28,22 +25,22 @@ def dsa_entries(config: DsaConfig) -> list[Entry]:
     ]
     if not config.tied_head:
         entries.append(Entry("head.kernel", "lm_head.weight", transpose=True))
-    for number, run in enumerate(config.runs()):
-        for position, dense in enumerate(run.dense):
-            path, layers = f"runs.{number}.layers.{position}", run.layers(position)
-            entries += _attention(config, path, layers)
+    for group in config.sharing():
+        for position, dense in enumerate(group.dense):
+            layer = group.first_layer + position
+            path, name = f"groups.{group.table}.layers.{position}", f"model.layers.{layer}"
+            entries += _attention(config, path, name)
             if position == 0:
-                entries += _indexer(path, layers)
-            entries.append(Entry(f"{path}.mlp_norm.scale", f"{_LAYER}.post_attention_layernorm.weight", layers=layers))
-            mlp = f"{_LAYER}.mlp"
+                entries += _indexer(path, name)
+            entries.append(Entry(f"{path}.mlp_norm.scale", f"{name}.post_attention_layernorm.weight"))
+            mlp = f"{name}.mlp"
             if dense:
-                entries += mlp_entries(f"{path}.mlp", mlp, layers)
+                entries += mlp_entries(f"{path}.mlp", mlp)
                 continue
-            entries += expert_entries(f"{path}.mlp", mlp, layers, config.experts)
-            bias = f"{mlp}.gate.e_score_correction_bias"
-            entries.append(Entry(f"{path}.mlp.router_bias", bias, layers=layers))
+            entries += expert_entries(f"{path}.mlp", mlp, config.experts)
+            entries.append(Entry(f"{path}.mlp.router_bias", f"{mlp}.gate.e_score_correction_bias"))
             if config.shared_experts:
-                entries += mlp_entries(f"{path}.mlp.shared", f"{mlp}.shared_experts", layers)
+                entries += mlp_entries(f"{path}.mlp.shared", f"{mlp}.shared_experts")
     return entries
 
 
@@ -53,34 +50,31 @@ def ignored(config: DsaConfig) -> str:
     return rf"model\.layers\.{digits[0]}\..*"
 
 
-def mlp_entries(path: str, name: str, layers: Sequence[int]) -> list[Entry]:
+def mlp_entries(path: str, name: str) -> list[Entry]:
     """A dense MLP."""
     return [
-        Entry(f"{path}.{part}.kernel", f"{name}.{part}_proj.weight", transpose=True, layers=layers)
-        for part in ("gate", "up", "down")
+        Entry(f"{path}.{part}.kernel", f"{name}.{part}_proj.weight", transpose=True) for part in ("gate", "up", "down")
     ]
 
 
-def expert_entries(path: str, name: str, layers: Sequence[int], experts: int) -> list[Entry]:
+def expert_entries(path: str, name: str, experts: int) -> list[Entry]:
     """Router and routed experts."""
-    entries = [Entry(f"{path}.router", f"{name}.gate.weight", transpose=True, layers=layers)]
+    entries = [Entry(f"{path}.router", f"{name}.gate.weight", transpose=True)]
     for part in ("gate", "up", "down"):
         tensor = f"{name}.experts.{{expert}}.{part}_proj.weight"
-        entries.append(Entry(f"{path}.experts.{part}", tensor, transpose=True, layers=layers, experts=experts))
+        entries.append(Entry(f"{path}.experts.{part}", tensor, transpose=True, experts=experts))
     return entries
 
 
-def _attention(config: DsaConfig, path: str, layers: Sequence[int]) -> list[Entry]:
-    name = f"{_LAYER}.self_attn"
+def _attention(config: DsaConfig, path: str, layer: str) -> list[Entry]:
+    name = f"{layer}.self_attn"
     entries = [
-        Entry(f"{path}.attention_norm.scale", f"{_LAYER}.input_layernorm.weight", layers=layers),
-        Entry(f"{path}.attention.query_norm.scale", f"{name}.q_a_layernorm.weight", layers=layers),
-        Entry(f"{path}.attention.latent_norm.scale", f"{name}.kv_a_layernorm.weight", layers=layers),
+        Entry(f"{path}.attention_norm.scale", f"{layer}.input_layernorm.weight"),
+        Entry(f"{path}.attention.query_norm.scale", f"{name}.q_a_layernorm.weight"),
+        Entry(f"{path}.attention.latent_norm.scale", f"{name}.kv_a_layernorm.weight"),
     ]
     for part, tensor in _ATTENTION.items():
-        entries.append(
-            Entry(f"{path}.attention.{part}.kernel", f"{name}.{tensor}.weight", transpose=True, layers=layers)
-        )
+        entries.append(Entry(f"{path}.attention.{part}.kernel", f"{name}.{tensor}.weight", transpose=True))
     shape = (config.heads * (config.nope + config.value), config.latent)
 
     def by_head(tensor: np.ndarray) -> np.ndarray:
@@ -91,16 +85,16 @@ def _attention(config: DsaConfig, path: str, layers: Sequence[int]) -> list[Entr
         ("key_up", lambda tensor: by_head(tensor)[:, : config.nope]),
         ("value_up", lambda tensor: by_head(tensor)[:, config.nope :]),
     ):
-        entries.append(Entry(f"{path}.attention.{part}", up, layers=layers, part=pick, tensor_shape=shape))
+        entries.append(Entry(f"{path}.attention.{part}", up, part=pick, tensor_shape=shape))
     return entries
 
 
-def _indexer(path: str, layers: Sequence[int]) -> list[Entry]:
-    name = f"{_LAYER}.self_attn.indexer"
+def _indexer(path: str, layer: str) -> list[Entry]:
+    name = f"{layer}.self_attn.indexer"
     entries = [
-        Entry(f"{path}.indexer.{part}.kernel", f"{name}.{tensor}.weight", transpose=True, layers=layers)
+        Entry(f"{path}.indexer.{part}.kernel", f"{name}.{tensor}.weight", transpose=True)
         for part, tensor in _INDEXER.items()
     ]
     for ours, theirs in (("scale", "weight"), ("bias", "bias")):
-        entries.append(Entry(f"{path}.indexer.key_norm.{ours}", f"{name}.k_norm.{theirs}", layers=layers))
+        entries.append(Entry(f"{path}.indexer.key_norm.{ours}", f"{name}.k_norm.{theirs}"))
     return entries

@@ -154,4 +154,13 @@ class LatentAttention(nnx.Module):
 
     @staticmethod
     def _einsum(equation: str, a: Array, b: Array) -> Array:
-        return jnp.einsum(equation, a, b, precision=precision(b.dtype), preferred_element_type=jnp.float32)
+        """Added up in float32. XLA has no such product of batches of bfloat16 on the CPU: there they are widened."""
+
+        def product(a: Array, b: Array) -> Array:
+            return jnp.einsum(equation, a, b, precision=precision(b.dtype), preferred_element_type=jnp.float32)
+
+        if b.dtype != jnp.bfloat16:
+            return product(a, b)
+        return lax.platform_dependent(
+            a, b, cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32)), default=product
+        )

@@ -70,9 +70,11 @@ def route(logits: Array, bias: Array | None, routing: Routing) -> tuple[Array, A
 
 
 class Experts(nnx.Module):
-    """Routed MLPs, `(silu(x G) * (x U)) D` each, over tokens sorted by expert.
+    """Routed MLPs, `(silu(x G) * (x U)) D` each. The sum over a token's experts has one order in every program.
 
-    Sorting and its inverse are gathers: nothing is added up by index, so the sum has one order in every program.
+    On the CPU the products are of tokens sorted by expert (`lax.ragged_dot`). XLA has no such product on a GPU: it
+    multiplies every pair of token and choice with every expert under a mask. There each expert multiplies every token
+    once, which takes no longer than reading its weights up to a few hundred tokens.
     """
 
     def __init__(self, experts: int, hidden: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -83,17 +85,38 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array, chosen: Array, weight: Array) -> Array:
         """Tokens `[T, D]` with experts and weights `[T, used]` to `[T, D]`."""
-        tokens, used = chosen.shape
-        order = jnp.argsort(chosen.ravel(), stable=True)
-        sizes = jnp.sum(chosen.reshape(1, -1) == jnp.arange(self.gate.shape[0])[:, None], axis=1, dtype=jnp.int32)
+        kernels = self.gate[...], self.up[...], self.down[...]
+        return lax.platform_dependent(
+            x, chosen, weight, *kernels, cuda=every_expert, rocm=every_expert, default=sorted_by_expert
+        )
 
-        def multiply(rows: Array, kernel: nnx.Param) -> Array:
-            return lax.ragged_dot(rows, kernel[...], sizes, precision=precision(x.dtype))
 
-        rows = x[order // used]
-        rows = multiply(nnx.silu(multiply(rows, self.gate)) * multiply(rows, self.up), self.down)
-        rows = rows[jnp.argsort(order)].reshape(tokens, used, -1)
-        return jnp.sum(rows.astype(jnp.float32) * weight[..., None], axis=1).astype(x.dtype)
+def sorted_by_expert(x: Array, chosen: Array, weight: Array, gate: Array, up: Array, down: Array) -> Array:
+    """See `Experts`. Sorting and its inverse are gathers: nothing is added up by index."""
+    tokens, used = chosen.shape
+    order = jnp.argsort(chosen.ravel(), stable=True)
+    sizes = jnp.sum(chosen.reshape(1, -1) == jnp.arange(len(gate))[:, None], axis=1, dtype=jnp.int32)
+
+    def multiply(rows: Array, kernel: Array) -> Array:
+        return lax.ragged_dot(rows, kernel, sizes, precision=precision(x.dtype))
+
+    rows = x[order // used]
+    rows = multiply(nnx.silu(multiply(rows, gate)) * multiply(rows, up), down)
+    rows = rows[jnp.argsort(order)].reshape(tokens, used, -1)
+    return jnp.sum(rows.astype(jnp.float32) * weight[..., None], axis=1).astype(x.dtype)
+
+
+def every_expert(x: Array, chosen: Array, weight: Array, gate: Array, up: Array, down: Array) -> Array:
+    """See `Experts`. A token's weight is 0 for experts it did not choose, whose outcome is dropped, not multiplied."""
+    taken = chosen[None] == jnp.arange(len(gate))[:, None, None]
+    share = jnp.sum(jnp.where(taken, weight[None], 0), axis=2)[..., None]  # [E, T, 1]
+
+    def multiply(kernel: Array) -> Array:
+        return jnp.einsum("td,edf->etf", x, kernel, precision=precision(x.dtype))
+
+    inner = (nnx.silu(multiply(gate)) * multiply(up)).astype(jnp.float32) * share
+    inner = jnp.where(jnp.any(taken, axis=2)[..., None], inner, 0).astype(x.dtype)
+    return jnp.einsum("etf,efd->td", inner, down, precision=precision(x.dtype))
 
 
 class MoE(nnx.Module):

@@ -44,30 +44,32 @@ GGUF = {
 
 
 def gqa_entries(config: GqaConfig, names: Mapping[str, str]) -> list[Entry]:
-    """The name map of a dense decoder.
+    """The name map of a decoder, less its expert layers if it has any.
 
     Args:
       config: shapes; says which parameters there are.
       names: `HUGGING_FACE` or `GGUF`.
     """
-    layers = range(config.layers)
 
-    def entry(part: str, parameter: str, suffix: str = "weight") -> Entry:
-        in_layer = part.startswith("layers.")
-        return Entry(
-            f"{part}.{parameter}", f"{names[part]}.{suffix}", transpose=parameter == "kernel",
-            layers=layers if in_layer else None,
-        )  # fmt: skip
+    def entry(path: str, part: str, parameter: str, suffix: str = "weight", layer: int | None = None) -> Entry:
+        name = names[part].format(layer=layer)
+        return Entry(f"{path}.{parameter}", f"{name}.{suffix}", transpose=parameter == "kernel")
 
-    projections = ["query", "key", "value", "out"]
-    entries = [entry("embed", "embedding"), entry("norm", "scale")]
-    entries += [entry(f"layers.{norm}", "scale") for norm in ("attention_norm", "mlp_norm")]
-    entries += [entry(f"layers.attention.{part}", "kernel") for part in projections]
-    entries += [entry(f"layers.mlp.{part}", "kernel") for part in ("gate", "up", "down")]
-    if config.qkv_bias:
-        entries += [entry(f"layers.attention.{part}", "bias", "bias") for part in projections[:3]]
-    if config.qk_norm:
-        entries += [entry(f"layers.attention.{part}_norm", "scale") for part in ("query", "key")]
+    entries = [entry("embed", "embed", "embedding"), entry("norm", "norm", "scale")]
     if not config.tied_head:
-        entries.append(entry("head", "kernel"))
+        entries.append(entry("head", "head", "kernel"))
+    projections = ["query", "key", "value", "out"]
+    for layer in range(config.layers):
+
+        def in_layer(part: str, parameter: str, suffix: str = "weight", layer: int = layer) -> Entry:
+            return entry(f"layers.{layer}.{part}", f"layers.{part}", parameter, suffix, layer)
+
+        entries += [in_layer(norm, "scale") for norm in ("attention_norm", "mlp_norm")]
+        entries += [in_layer(f"attention.{part}", "kernel") for part in projections]
+        if not config.experts:
+            entries += [in_layer(f"mlp.{part}", "kernel") for part in ("gate", "up", "down")]
+        if config.qkv_bias:
+            entries += [in_layer(f"attention.{part}", "bias", "bias") for part in projections[:3]]
+        if config.qk_norm:
+            entries += [in_layer(f"attention.{part}_norm", "scale") for part in ("query", "key")]
     return entries

@@ -103,10 +103,10 @@ def _stored_type(name: Records, dtype: DTypeLike) -> RecordType:
 
 def _gqa_entries(config: GqaConfig) -> list[Entry]:
     entries = gqa_entries(config, HUGGING_FACE)
-    if not config.experts:
-        return entries
-    dense = [entry for entry in entries if not entry.path.startswith("layers.mlp.")]
-    return dense + expert_entries("layers.mlp", "model.layers.{layer}.mlp", range(config.layers), config.experts)
+    if config.experts:
+        for layer in range(config.layers):
+            entries += expert_entries(f"layers.{layer}.mlp", f"model.layers.{layer}.mlp", config.experts)
+    return entries
 
 
 def _read_gqa(file: ConfigFile) -> GqaConfig:

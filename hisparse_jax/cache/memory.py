@@ -18,6 +18,8 @@ from pallas_kernels.common import HOST
 HOST_KIND, DEVICE_KIND = "pinned_host", "device"
 _DEFAULT_PINNED_GB = 64  # what the GPU host allocator takes unless the variable below is set
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_DEFAULT_DEVICE_SHARE = "0.75"  # of the device's memory that is lent unless the variable below is set
+_DEVICE_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def sharding(host: bool) -> SingleDeviceSharding:
@@ -48,6 +50,14 @@ def device_limit() -> int | None:
     """Bytes the default device lends to this process, or None if it doesn't say."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("bytes_limit")
+
+
+def device_bytes() -> int:
+    """Memory of the default device: what its allocator lends is a share of it."""
+    limit = device_limit()
+    if limit is None:
+        return psutil.virtual_memory().total
+    return int(limit / float(os.environ.get(_DEVICE_SHARE, _DEFAULT_DEVICE_SHARE)))
 
 
 def device_is_host() -> bool:

@@ -71,12 +71,13 @@ class Cache:
         return dataclasses.replace(self, **changes)
 
 
-def create(layout: Layout, index: Any = ()) -> Cache:
+def create(layout: Layout, index: Any = (), pool: Array | None = None) -> Cache:
     """An empty cache. Hot rows and index state go to the device, the pool to pinned host memory.
 
     Args:
       layout: sizes.
       index: index state of the selector, leaves `[layers, R, ...]`.
+      pool: the host pool of a cache that is no longer used; a new one if not given.
     """
     requests, slots = layout.request_slots, layout.request_slots * layout.slots_per_request
     hot_slots = 0 if layout.is_full else layout.hot_slots
@@ -95,7 +96,7 @@ def create(layout: Layout, index: Any = ()) -> Cache:
         hot_rows=tuple(hot_rows(position) for position in range(max(layout.group_sizes))),
         slot_ids=jnp.full((layout.tables, requests, hot_slots), -1, jnp.int32),
         recency=jnp.tile(jnp.arange(hot_slots, dtype=jnp.int16), (layout.tables, requests, 1)),
-        pool=host_zeros((pool_rows, layout.words), np.uint32),
+        pool=host_zeros((pool_rows, layout.words), np.uint32) if pool is None else pool,
         index=index,
         counters=jnp.zeros((layout.tables, requests, 3), jnp.int32),
     )

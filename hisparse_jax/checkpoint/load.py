@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from hisparse_jax.errors import UserError
 
@@ -45,11 +43,10 @@ class Entry:
     """One parameter of a module and the tensors it is made of.
 
     Attributes:
-      path: the parameter, dotted: "layers.attention.query.kernel".
-      name: the tensor; "{layer}" and "{expert}" stand for numbers.
+      path: the parameter, dotted: "layers.0.attention.query.kernel".
+      name: the tensor; "{expert}" stands for numbers.
       transpose: the tensor is `[out, in]` and the parameter `[in, out]`.
-      layers: numbers for "{layer}", stacked along the first axis; None if the name has none.
-      experts: how many numbers stand for "{expert}", stacked along the next axis; None if the name has none.
+      experts: how many numbers stand for "{expert}", stacked along the first axis; None if the name has none.
       part: gives the parameter from the tensor, where it is only some of it.
       tensor_shape: the tensor's shape, needed with `part`.
     """
@@ -57,21 +54,13 @@ class Entry:
     path: str
     name: str
     transpose: bool = False
-    layers: Sequence[int] | None = None
     experts: int | None = None
     part: Callable[[np.ndarray], np.ndarray] | None = None
     tensor_shape: tuple[int, ...] | None = None
 
-    def parts(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """The tensors with their place along the stacked axes."""
-        for i, layer in enumerate([None] if self.layers is None else self.layers):
-            for expert in [None] if self.experts is None else range(self.experts):
-                where = (() if layer is None else (i,)) + (() if expert is None else (expert,))
-                yield where, self.name.format(layer=layer, expert=expert)
-
-    @property
-    def stacked_axes(self) -> int:
-        return (self.layers is not None) + (self.experts is not None)
+    def tensors(self) -> list[str]:
+        """The names of the tensors, in the order in which they are stacked."""
+        return [self.name] if self.experts is None else [self.name.format(expert=n) for n in range(self.experts)]
 
 
 def load_parameters(
@@ -80,7 +69,7 @@ def load_parameters(
 ) -> list[Array]:  # fmt: skip
     """Reads the parameters of a module, one tensor at a time.
 
-    Stacked parameters are filled layer by layer where they stay, so that host memory holds one layer of one parameter.
+    Host memory holds one parameter at a time besides what the device has.
 
     Args:
       source: where the tensors are.
@@ -101,39 +90,27 @@ def load_parameters(
         raise ValueError(f"the name map and the module disagree about {', '.join(odd)}")
     _check(source, by_path, dict(leaves), ignore)
 
-    total, done, filled = sum(1 for entry in by_path.values() for _ in entry.parts()), 0, []
+    total, done, filled = sum(len(entry.tensors()) for entry in by_path.values()), 0, []
     for path, leaf in leaves:
         entry = by_path[path]
-        stacked = entry.layers is not None
-        values = np.empty(leaf.shape[1:] if stacked else leaf.shape, leaf.dtype)
-        whole = jnp.zeros(leaf.shape, leaf.dtype) if stacked else None
-        last = entry.experts - 1 if entry.experts else None
-        for where, name in entry.parts():
+        values = np.empty(leaf.shape, leaf.dtype)
+        for number, name in enumerate(entry.tensors()):
             tensor = source.read(name)
             tensor = tensor if entry.part is None else entry.part(tensor)
-            values[where[stacked:]] = tensor.T if entry.transpose else tensor
-            if stacked and (last is None or where[1] == last):
-                # Waited for: `values` is filled again, and a CPU device may read it where it is.
-                whole = _set_layer(whole, values, where[0]).block_until_ready()
+            values[... if entry.experts is None else number] = tensor.T if entry.transpose else tensor
             done += 1
             progress(done, total)
-        filled.append(whole if stacked else jax.device_put(values))
+        filled.append(jax.device_put(values).block_until_ready())
     return filled
-
-
-@partial(jax.jit, donate_argnums=0)
-def _set_layer(whole: Array, layer: Array, number: Array) -> Array:
-    """Writes one layer of a stacked parameter in place."""
-    return lax.dynamic_update_index_in_dim(whole, layer, number, 0)
 
 
 def _check(source: Source, entries: Mapping[str, Entry], leaves: Mapping[str, Any], ignore: Sequence[str]) -> None:
     shapes, unreadable = dict(source.shapes()), source.unreadable()
     missing, misshapen, mistyped, wanted = [], [], [], set()
     for path, entry in entries.items():
-        want = tuple(leaves[path].shape[entry.stacked_axes :])
+        want = tuple(leaves[path].shape[entry.experts is not None :])
         want = entry.tensor_shape or (want[::-1] if entry.transpose else want)
-        for _, name in entry.parts():
+        for name in entry.tensors():
             wanted.add(name)
             if name not in shapes:
                 missing.append(name)

@@ -12,7 +12,7 @@ import pytest
 
 from hisparse_jax.errors import UserError
 from models import registry
-from models.dsa_config import Run, read_config
+from models.dsa_config import Sharing, read_config
 from models.mla import rope_frequencies
 from models.sizes import PUBLISHED
 
@@ -71,15 +71,18 @@ def test_without_a_pattern_every_layer_selects():
     assert read_config(config).group_sizes == (1,) * 78
 
 
-def test_runs_of_the_published_pattern():
-    assert PUBLISHED["GLM-5.2"].runs() == (
-        Run(0, 0, 2, (True,), (0,)),
-        Run(2, 2, 1, (True, False, False, False), (2, 0, 0, 0)),
-        Run(6, 3, 18, (False,) * 4, (3, 1, 1, 1)),
+def test_sharing_of_the_published_pattern():
+    groups = PUBLISHED["GLM-5.2"].sharing()
+    assert len(groups) == 21
+    assert groups[:4] == (
+        Sharing(0, 0, (True,), (0,)),
+        Sharing(1, 1, (True,), (1,)),
+        Sharing(2, 2, (True, False, False, False), (2, 0, 0, 0)),
+        Sharing(6, 3, (False,) * 4, (3, 1, 1, 1)),
     )
-    assert PUBLISHED["DeepSeek-V3.2"].runs() == (Run(0, 0, 3, (True,), (0,)), Run(3, 3, 58, (False,), (3,)))
-    last = PUBLISHED["GLM-5.2"].runs()[2]
-    assert last.layers(0) == tuple(range(6, 78, 4)) and last.layers(3)[-1] == 77
+    assert groups[-1] == Sharing(74, 20, (False,) * 4, (20, 18, 18, 18))
+    groups = PUBLISHED["DeepSeek-V3.2"].sharing()
+    assert groups == tuple(Sharing(layer, layer, (layer < 3,), (layer,)) for layer in range(61))
 
 
 def test_dense_layers_in_both_spellings():

@@ -34,7 +34,7 @@ def test_parameters_are_those_of_the_formula_and_of_the_name_map(published):
     assert sum(int(np.prod(leaf.shape)) for leaf in leaves) == dsa_parameters(shape)
     entries = dsa_entries(shape)
     assert len(entries) == len(leaves)
-    names = [name for entry in entries for _, name in entry.parts()]
+    names = [name for entry in entries for name in entry.tensors()]
     with_indexer = {name.split(".")[2] for name in names if ".indexer." in name}
     assert with_indexer == {str(layer) for layer, anchor in enumerate(shape.anchors) if anchor}
     experts = [name for name in names if ".experts." in name]

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode throughput of a published shape over concurrency and context, in every mode, with synthetic requests.
+
+A composition root. Points of one context share parameters and host pool, and are compiled several at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from rich.console import Console
+
+from hisparse_jax import throughput_report as report
+from hisparse_jax.cache.layout import Layout, Residency
+from hisparse_jax.cache.memory import device_bytes
+from hisparse_jax.cache.state import create
+from hisparse_jax.config import Config, Mode, SyntheticConfig
+from hisparse_jax.decode import DecodeState, compile_decode, place, state_placements
+from hisparse_jax.environment import environment
+from hisparse_jax.errors import UserError
+from hisparse_jax.run_folder import run_folder
+from hisparse_jax.synthetic import compile_admission, random_index, state_of
+from hisparse_jax.workload import FITTED
+from models.dsa import DsaDecoder, DsaOptions
+from models.functional import Functional
+from models.share import rank_parameters, rank_share
+from models.sizes import PUBLISHED
+
+RESIDENCY: dict[Mode, Residency] = {"full": "full", "sync": "hisparse", "prefetch": "hisparse", "no_io": "no_io"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One program to time.
+
+    Attributes:
+      context: tokens of every request.
+      requests: R.
+      mode: see `hisparse_jax.config.SyntheticConfig`.
+    """
+
+    context: int
+    requests: int
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What a point needs compiled."""
+
+    layout: Layout
+    admit: Any
+    decode: Any
+    first_step: Any | None
+    compile_s: float
+
+
+class Share:
+    """The simulated share of a model: shape, parameters, functions.
+
+    Args:
+      config: an experiment with a synthetic section.
+    Raises:
+      UserError: no such shape, or a share that can't be had.
+    """
+
+    def __init__(self, config: Config) -> None:
+        assert config.synthetic is not None
+        self.config, self.setting = config, config.synthetic
+        name = str(config.model.published)
+        if name not in PUBLISHED:
+            raise UserError(f"model.published: {name!r} is not known; known: {', '.join(PUBLISHED)}")
+        self.whole = PUBLISHED[name]
+        setting = config.synthetic
+        try:
+            self.shape = rank_share(self.whole, setting.ranks, setting.first_layer, setting.layers)
+        except ValueError as error:
+            raise UserError(f"synthetic: {error}") from error
+        self.models = {mode: Functional(self._abstract(mode)) for mode in setting.modes}
+
+    def _options(self, mode: Mode) -> DsaOptions:
+        model, decode = self.config.model, self.config.decode
+        keys = model.index_keys or "plain"
+        return DsaOptions(
+            record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=mode == "prefetch",
+            fetch_programs=decode.fetch_programs, workload=FITTED, implementation=decode.implementation,
+        )  # fmt: skip
+
+    def _abstract(self, mode: Mode) -> DsaDecoder:
+        return nnx.eval_shape(lambda: self._module(mode))
+
+    def _module(self, mode: Mode) -> DsaDecoder:
+        return DsaDecoder(self.shape, self._options(mode), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+    def parameters(self) -> list[Array]:
+        """Random ones, as initialised; modes share them."""
+        return Functional.parameters(self._module(self.setting.modes[0]))
+
+    def layout(self, point: Point) -> Layout:
+        """The cache of a point. The host pool holds the largest concurrency, so that points can share it.
+
+        Raises:
+          UserError: sizes that do not go together.
+        """
+        cache, records = self.config.cache, self.models[point.mode].records(point.context)
+        per_request = -(-point.context // cache.page_records)
+        try:
+            return Layout(
+                residency=RESIDENCY[point.mode], request_slots=point.requests, context_tokens=point.context,
+                hot_slots=min(cache.hot_slots, point.context), ring_slots=cache.ring_slots,
+                page_records=cache.page_records, host_pages=per_request * max(self.setting.concurrency),
+                **records._asdict(),
+            )  # fmt: skip
+        except ValueError as error:
+            raise UserError(f"the cache can't be laid out: {error}") from error
+
+    def cache_budget(self) -> dict[str, Any]:
+        """The memory for caches by rule: what one rank has beside its weights of the whole model, for these layers."""
+        setting = self.setting
+        limit = device_bytes()
+        weights = int(rank_parameters(self.whole, setting.ranks) * setting.weight_bytes)
+        left = setting.device_share * limit - weights
+        return {
+            "device_bytes": limit,
+            "device_share": setting.device_share,
+            "rank_weight_bytes_of_the_whole_model": weights,
+            "simulated_layers": self.shape.layers,
+            "all_layers": self.whole.layers,
+            "cache_bytes": int(left * self.shape.layers / self.whole.layers),
+        }
+
+    def request_bytes(self, point: Point) -> int:
+        """Device memory that one request's cache takes."""
+        layout = self.layout(point)
+        index = jax.eval_shape(lambda: self.models[point.mode].new_index(layout))
+        size = sum(layout.device_bytes().values()) + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(index))
+        return size // point.requests
+
+
+def compile_point(share: Share, point: Point, params: list[Array]) -> Programs:
+    """Compiles everything of a point; allocates nothing of its size."""
+    started, setting, layout = time.perf_counter(), share.setting, share.layout(point)
+    model, vocab = share.models[point.mode], share.shape.vocab
+    state = jax.eval_shape(
+        lambda: state_of(layout, create(layout, model.new_index(layout), _no_pool(layout)), vocab, 1)
+    )
+    state = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), state, state_placements(state)
+    )
+    implementation = share.config.decode.implementation
+
+    def decode(steps: int) -> Any:
+        compiled = compile_decode(model, state, steps=steps, implementation=implementation)
+        return compiled.lower(params, state).compile()
+
+    cold = point.requests in setting.cold_concurrency
+    chunk = decode(share.config.decode.steps)
+    return Programs(layout, compile_admission(state.cache), chunk, decode(1) if cold else None,
+                    time.perf_counter() - started)  # fmt: skip
+
+
+def _no_pool(layout: Layout) -> Array:
+    """Stands for the host pool where only shapes count."""
+    return jnp.zeros((0 if layout.is_full else layout.pool_rows, layout.words), jnp.uint32)
+
+
+@dataclass
+class Pool:
+    """The host pool of one context, which goes from point to point; made when it is first needed."""
+
+    array: Array | None = None
+
+    def lend(self, layout: Layout) -> Array | None:
+        lent, self.array = (None, self.array) if layout.is_full else (self.array, None)
+        return lent
+
+    def take_back(self, state: DecodeState) -> None:
+        if not state.cache.layout.is_full:
+            self.array = state.cache.pool
+
+
+def time_point(share: Share, point: Point, programs: Programs, params: list[Array], pool: Pool) -> dict[str, Any]:
+    """Admits, warms up and times one point."""
+    setting, layout, chunk = share.setting, programs.layout, share.config.decode.steps
+    warmups, calls = -(-setting.warmup_steps // chunk), -(-setting.steps // chunk)
+    steps = (warmups + calls * setting.repeats) * chunk + 1  # and the first
+    index = random_index(share.models[point.mode].new_index(layout))
+    cache = create(layout, index, pool.lend(layout))
+    started = time.perf_counter()
+    for slot in range(point.requests):
+        cache = programs.admit(cache, np.int32(slot), np.int32(point.context - steps))
+    state = place(state_of(layout, cache, share.shape.vocab, steps))
+    jax.block_until_ready(state)
+    record: dict[str, Any] = {"admission_s": time.perf_counter() - started}
+
+    tokens = []
+    if programs.first_step is not None:
+        started = time.perf_counter()
+        state, out = jax.block_until_ready(programs.first_step(params, state))
+        record["first_step_ms"] = 1e3 * (time.perf_counter() - started)
+        record["first_step_misses"] = _misses(np.asarray(out.counters))
+        tokens.append(out.token)
+    for _ in range(warmups):
+        state, out = programs.decode(params, state)
+        tokens.append(out.token)
+    jax.block_until_ready(state)
+    step_ms, counters = [], []
+    for _ in range(setting.repeats):
+        started = time.perf_counter()
+        outs = []
+        for _ in range(calls):
+            state, out = programs.decode(params, state)
+            outs.append(out)
+        jax.block_until_ready((state, outs))
+        step_ms.append(1e3 * (time.perf_counter() - started) / (calls * chunk))
+        tokens += [out.token for out in outs]
+        counters += [np.asarray(out.counters) for out in outs]
+    pool.take_back(state)
+    emitted = np.concatenate([np.asarray(one) for one in tokens])
+    misses = _misses(np.concatenate(counters))
+    spaces = np.array(layout.group_sizes)
+    return record | {
+        "step_ms": float(np.median(step_ms)),
+        "step_ms_samples": step_ms,
+        "tokens_per_s": 1e3 * point.requests / float(np.median(step_ms)),
+        "misses_per_table_and_request": misses,
+        "miss_rate": float(np.mean(misses)) / layout.selected,
+        "fetched_bytes_per_step": float((np.array(misses) * spaces).sum() * layout.row_bytes * point.requests)
+        if point.mode in ("sync", "prefetch") else 0.0,
+        "tokens": _digest(emitted),
+        "compile_s": programs.compile_s,
+    }  # fmt: skip
+
+
+def _misses(counters: np.ndarray) -> list[float]:
+    """Misses of each table, the mean over steps and requests."""
+    return counters[..., 2].mean(axis=(0, 2)).tolist()
+
+
+def _digest(tokens: np.ndarray) -> str:
+    """The same for the same tokens."""
+    return hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()[:16]
+
+
+def points(setting: SyntheticConfig, context: int) -> list[Point]:
+    """The points of one context, the largest concurrency first: what doesn't fit is known early."""
+    return [Point(context, n, mode) for n in sorted(setting.concurrency, reverse=True) for mode in setting.modes]
+
+
+def records(share: Share, params: list[Array], console: Console) -> Iterator[dict[str, Any]]:
+    """Times every point; one that doesn't fit in memory is recorded as such."""
+    budget = share.cache_budget()["cache_bytes"]
+    for context in share.setting.contexts:
+        pool, todo = Pool(), points(share.setting, context)
+        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as compilers:
+            compiled: list[Future[Programs]] = [compilers.submit(compile_point, share, one, params) for one in todo]
+            for point, future in zip(todo, compiled, strict=True):
+                size = share.request_bytes(point)
+                record = dataclasses.asdict(point) | {
+                    "request_bytes": size,
+                    "fits_by_rule": size * point.requests <= budget,
+                }
+                try:
+                    record |= time_point(share, point, future.result(), params, pool)
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    pool, record["error"] = Pool(), "does not fit in memory"
+                console.print(report.line(record))
+                yield record
+
+
+def run(config: Config, console: Console) -> Path:
+    """Runs a throughput experiment and gives back its run folder.
+
+    Raises:
+      UserError: something the user can mend.
+    """
+    share = Share(config)
+    for context in share.setting.contexts:
+        for point in points(share.setting, context):
+            share.layout(point)
+    result: dict[str, Any] = {
+        "label": "synthetic: random weights, selections of a random process with a stated locality; times only",
+        "config": dataclasses.asdict(config),
+        "environment": environment(),
+        "locality": dataclasses.asdict(FITTED),
+        "rule": share.cache_budget(),
+        "simulated": f"layers {share.setting.first_layer} to {share.setting.first_layer + share.shape.layers - 1} of "
+        f"{share.whole.layers} of {config.model.published}, one rank of {share.setting.ranks}",
+        "points": [],
+    }
+    console.print(f"{result['simulated']}; {result['label']}.")
+    with run_folder(Path(config.runs), config.name) as folder:
+        params = share.parameters()
+        for record in records(share, params, console):
+            result["points"].append(record)
+        result["summary"] = report.summary(result["points"], share.shape.group_sizes)
+        report.show(console, result)
+        (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report.plot(folder.partial / "result.png", result)
+    console.print(f"written to [bold]{folder.final}[/bold]")
+    return folder.final
