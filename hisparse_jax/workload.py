@@ -61,7 +61,7 @@ class Locality:
 
 
 # Fitted to miss rates of a trace: `benchmarks/fit_workload.py`, docs/workload.md.
-FITTED = Locality((Noise(0.72, 1.0), Noise(1.24, 6.2), Noise(1.03, 29.0)))
+FITTED = Locality((Noise(0.76, 1.0), Noise(1.34, 6.56), Noise(0.98, 29.94)))
 
 
 def synthetic_scores(scores: Array, length: Array, table: Array | int, locality: Locality = FITTED) -> Array:
