@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of sparse_mla and sparse_gqa, beside their floors and beside the jnp references under jit.
+"""Time of sparse_mla, sparse_entries and sparse_gqa, beside their floors and beside the jnp references under jit.
 
 The floors are bytes over the HBM read peak and FLOP over the bfloat16 matmul peak, both measured in the same run. Bytes
 are the selected rows, once, with queries and results; FLOP are those of the definition, `2 R N K (576 + 512)`, not the
@@ -9,7 +9,7 @@ ones that the kernel does twice. Calls go round selections that together don't f
 merge of its parts), `loop_us` a call in a jitted loop by the wall clock. `difference` is the largest one from the
 reference, and `met` says whether the figure that was asked for was reached.
 
-`python -m benchmarks.bench_attention [--plans mla gqa] [--sweep]` writes benchmarks/results/attention_*.jsonl;
+`python -m benchmarks.bench_attention [--plans mla entries gqa] [--sweep]` writes benchmarks/results/attention_*.jsonl;
 `--sweep` also measures other launches, whose best goes into the tuning files.
 """
 
@@ -34,11 +34,13 @@ from pallas_kernels.sparse_gqa.tuning import tuning as gqa_tuning
 from pallas_kernels.sparse_mla import arg_specs as mla_specs
 from pallas_kernels.sparse_mla import mosaic_gpu as mla_kernel
 from pallas_kernels.sparse_mla import reference as mla_reference
+from pallas_kernels.sparse_mla.tuning import tiles_of
 from pallas_kernels.sparse_mla.tuning import tuning as mla_tuning
 
 CACHE_BYTES, LOOP = 60 << 20, 20
 SLOTS = 64 * 4160  # of every group, so that even one request's rows are far apart
 MLA = ("r64_n64_bf16", "r64_n128_bf16", "r64_n64_fp8", "r64_n128_fp8", "r1_n64_bf16", "r1_n64_fp8", "few_heads")
+ENTRIES = ("c4_r64", "c4_r1", "c128_r64")
 GQA = ("quest_r64", "quest_r64_masked", "quest_r1", "four_kv_heads", "msa_r64", "msa_blocks")
 # Figures to reach: share of the HBM floor, TFLOP/s of the definition, or microseconds.
 REQUIRED = {
@@ -180,6 +182,37 @@ def mla(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
             yield judged(record, peak, name) if "device_us" in record else record
 
 
+def entries(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
+    """sparse_entries at its shapes: random entries, the window's 128 rows one after the other, a sink for each head."""
+    for name in ENTRIES:
+        spec = mla_specs.ENTRY_SPECS[name]
+        requests, heads, width = spec.requests, spec.heads, 512
+        words, zero = random_words(SLOTS, width // 2, 1), jnp.int32(0)
+        query = jax.random.normal(jax.random.key(0), (requests, heads, width), jnp.bfloat16)
+        window_words = random_words(requests * spec.window, width // 2, 2)
+        window_place = jnp.arange(requests * spec.window, dtype=jnp.int32).reshape(requests, -1)
+        sink = jax.random.normal(jax.random.key(3), (heads,), jnp.float32)
+        window = (window_words, zero, window_place, sink)
+        inputs = [(query, words, zero, place, *window) for place in places(requests, spec.selected, SLOTS, 2 * width)]
+        records = spec.selected + spec.window
+        size = requests * (records * 2 * width + heads * (2 + 4) * width)
+        flop = 4 * requests * heads * records * width
+        base = {"op": "sparse_entries", "name": name, **spec._asdict(), "bytes": size, "flop": flop, **peak}
+        chosen = mla_tuning(requests, heads, spec.selected, window=spec.window)
+        launches = [chosen]
+        if sweep:
+            tiles = tiles_of(spec.selected) + tiles_of(spec.window)
+            splits = [Split(parts, -(-tiles // parts)) for parts in (1, 2, 3, 5, tiles)]
+            launches += [chosen._replace(split=other) for other in splits if other != chosen.split]
+            launches.append(chosen._replace(prefetch=not chosen.prefetch))
+        for i, how in enumerate(launches):
+            run = functools.partial(mla_kernel.sparse_entries, scale=0.05, how=how)
+            plain = functools.partial(mla_reference.sparse_entries, record="bfloat16", scale=0.05)
+            work = functools.partial(measure, run, plain if i == 0 else None, inputs, "mla_kernel")
+            record = attempt(base | {"how": how._asdict()}, work)
+            yield judged(record, peak, name) if "device_us" in record else record
+
+
 def gqa(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
     """sparse_gqa at its shapes; every page wholly visible."""
     for name in GQA:
@@ -224,4 +257,4 @@ COLUMNS = (
 )  # fmt: skip
 
 if __name__ == "__main__":
-    common.run_plans("attention", {"mla": mla, "gqa": gqa}, COLUMNS, __doc__)
+    common.run_plans("attention", {"mla": mla, "entries": entries, "gqa": gqa}, COLUMNS, __doc__)

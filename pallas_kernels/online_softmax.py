@@ -87,13 +87,20 @@ def start(columns: int) -> Softmax:
     return Softmax(out, top, plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _ROW))
 
 
+def with_sink(state: Softmax, logit: Array, here: Array) -> Softmax:
+    """`state`, where nothing has been attended yet, with a key that has no value, of logits `[64]`; only if `here`."""
+    logit = logit + jnp.where(here, jnp.float32(0), -jnp.inf)
+    top, total = jnp.maximum(logit * _LOG2_E, _NOTHING), jnp.where(logit > -jnp.inf, 1.0, 0.0)
+    return Softmax(state.out, top, total)
+
+
 def per_token(ref: Any) -> Array:
     """`[64]` of SMEM, one for each column of the logits."""
     return plgpu.load(ref, layout=_COLUMN, optimized=False)
 
 
 def per_head(ref: Any) -> Array:
-    """`[64]` of SMEM, one for each row of the logits."""
+    """`[64]` of SMEM or GMEM, one for each row of the logits."""
     return plgpu.load(ref, layout=_ROW, optimized=False)
 
 

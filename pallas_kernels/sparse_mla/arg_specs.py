@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named real shapes of latent attention, for tests and benchmarks."""
+"""Named real shapes of attention over latents and over entries with a window, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -47,4 +47,39 @@ def abstract_args(spec: Spec) -> dict[str, jax.ShapeDtypeStruct]:
         "hot_rows": jax.ShapeDtypeStruct((2, spec.slots, spec.row.words), jnp.uint32),
         "group": jax.ShapeDtypeStruct((), jnp.int32),
         "place": jax.ShapeDtypeStruct((spec.requests, spec.selected), jnp.int32),
+    }
+
+
+class EntrySpec(NamedTuple):
+    """R, N, K entries, slots of their group, and places of the window."""
+
+    requests: int
+    heads: int
+    selected: int
+    slots: int
+    window: int = 128
+
+
+ENTRY_SPECS = {
+    "c4_r64": EntrySpec(64, 64, 512, 64 * 1040),
+    "c4_r1": EntrySpec(1, 64, 512, 1040),
+    "c128_r64": EntrySpec(64, 64, 1024, 64 * 1024),  # all entries of 131,072 tokens
+    "window_only": EntrySpec(64, 64, 0, 1),
+    "no_window": EntrySpec(16, 64, 512, 16 * 1040, 0),
+    "uneven": EntrySpec(3, 24, 77, 300, 100),
+}
+
+
+def abstract_entry_args(spec: EntrySpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arguments of `sparse_entries` by name: bfloat16 entries of 512 numbers."""
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    return {
+        "query": jax.ShapeDtypeStruct((spec.requests, spec.heads, 512), jnp.bfloat16),
+        "hot_rows": jax.ShapeDtypeStruct((2, spec.slots, 256), jnp.uint32),
+        "group": scalar,
+        "place": jax.ShapeDtypeStruct((spec.requests, spec.selected), jnp.int32),
+        "window_rows": jax.ShapeDtypeStruct((2, spec.requests * 128, 256), jnp.uint32),
+        "window_group": scalar,
+        "window_place": jax.ShapeDtypeStruct((spec.requests, spec.window), jnp.int32),
+        "sink": jax.ShapeDtypeStruct((spec.heads,), jnp.float32),
     }

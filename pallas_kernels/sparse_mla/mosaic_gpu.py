@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over selected latent records as a Mosaic GPU kernel.
+"""Decode attention over selected latent records, and over entries and a window, as one Mosaic GPU kernel.
 
 A program attends with up to 64 heads of one request to one part of its places, 64 records (a tile) at a time. Three
 warpgroups, with two tiles in shared memory:
 
-* the producer looks up places and copies rows into a swizzled tile `[64, 576]`; fp8 rows it then dequantises there;
+* the producer looks up places and copies rows into a swizzled tile, `[64, 576]` for latents, `[64, 512]` for entries;
+  fp8 rows it then dequantises there;
 * the leader computes the logits of the tile, `q k^T`, and its softmax, in registers, and hands the weights on through
   shared memory;
 * leader and follower each add up half of the columns: the value of a record is the first 512 columns of the tile it has
@@ -17,6 +18,7 @@ follower: made -> values -> taken, consumed[stage]
 ```
 With `Tuning.handed_on` false there is no leader: both compute the same logits, which takes a third more products than
 needed and no exchange. Either way the sums are the same to the last bit.
+A window's tiles come after those of the entries. A sink is where the first part begins: one key without a value.
 With several parts the results are merged by their log-sum-exp, in order. How many parts there are depends on shapes
 alone, and places only on where a row is read: results don't depend on where rows lie.
 """
@@ -24,8 +26,8 @@ alone, and places only on where a row is read: results don't depend on where row
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +37,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import indexed, online_softmax, tiles
 from pallas_kernels.online_softmax import HEADS, TOKENS
-from pallas_kernels.row_format import RowFormat
-from pallas_kernels.sparse_mla.tuning import Tuning, head_tiles, tuning
+from pallas_kernels.row_format import RecordType, RowFormat
+from pallas_kernels.sparse_mla.tuning import Tuning, head_tiles, tiles_of, tuning
 
 CONSUMERS = 2
 LATENT, ROPE = 512, 64
 
 
 def unsupported(query: Array, place: Array, row: RowFormat) -> str | None:
-    """Why the kernel can't take these arguments, or None."""
-    heads = query.shape[1]
+    """Why the kernel can't take these arguments of `sparse_mla`, or None."""
     if (row.latent, row.rope) != (LATENT, ROPE):
         return f"the kernel has records of {LATENT} + {ROPE} numbers, got {row.latent} + {row.rope}"
     if row.record == "float32":
         return "the kernel has bfloat16 and fp8 records, got float32"
+    return _unsupported(query, place)
+
+
+def unsupported_entries(query: Array, place: Array, window_place: Array, record: RecordType) -> str | None:
+    """Why the kernel can't take these arguments of `sparse_entries`, or None."""
+    if query.shape[2] != LATENT:
+        return f"the kernel has entries of {LATENT} numbers, got {query.shape[2]}"
+    if record != "bfloat16":
+        return f"the kernel has bfloat16 entries, got {record}"
+    return _unsupported(query, place if place.size else window_place)
+
+
+def _unsupported(query: Array, place: Array) -> str | None:
+    heads = query.shape[1]
     if not query.size or not place.size:
         return f"there is nothing to do for a query of {list(query.shape)} and places of {list(place.shape)}"
     if heads % head_tiles(heads):
@@ -56,52 +71,104 @@ def unsupported(query: Array, place: Array, row: RowFormat) -> str | None:
     return online_softmax.needs_hopper()
 
 
+class Rows(NamedTuple):
+    """Some of the records to attend to: uint32 `[groups, slots, words]`, int32 scalar, int32 `[R, K]`."""
+
+    hot_rows: Array
+    group: Array
+    place: Array
+
+
 def sparse_mla(
     query: Array, hot_rows: Array, group: Array, place: Array, *, row: RowFormat, scale: float,
     how: Tuning | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.sparse_mla.sparse_mla`. `how.split` must cover all places."""
+    requests, heads, _ = query.shape
+    how = how or tuning(requests, heads, place.shape[1], row.record)
+    rows = [Rows(hot_rows, group, place)]
+    return _attend(query, rows, None, latent=row.latent, record=row.record, scale=scale, how=how)
+
+
+def sparse_entries(
+    query: Array, hot_rows: Array, group: Array, place: Array, window_rows: Array, window_group: Array,
+    window_place: Array, sink: Array, *, record: RecordType = "bfloat16", scale: float, how: Tuning | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """See `pallas_kernels.sparse_mla.sparse_entries`. `how.split` must cover the tiles of entries and of the window."""
     requests, heads, width = query.shape
-    selected, slots = place.shape[1], hot_rows.shape[1]
-    how = how or tuning(requests, heads, selected, row.record)
+    how = how or tuning(requests, heads, place.shape[1], record, window=window_place.shape[1])
+    rows = [Rows(hot_rows, group, place), Rows(window_rows, window_group, window_place)]
+    return _attend(query, rows, sink, latent=width, record=record, scale=scale, how=how)
+
+
+def _attend(
+    query: Array, rows: Sequence[Rows], sink: Array | None, *, latent: int, record: RecordType, scale: float,
+    how: Tuning,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Softmax attention over all rows, one after the other; records are `[latent | rest]` as wide as the query."""
+    requests, heads, width = query.shape
+    rows = [each for each in rows if each.place.shape[1]]
+    row_bytes = 4 * rows[0].hot_rows.shape[2]
     (parts, part_tiles), stages = how.split, how.stages
     head_programs = head_tiles(heads)
     own_heads = heads // head_programs
-    columns = row.latent // CONSUMERS
+    columns = latent // CONSUMERS
     rings = stages + 1
     query = query.astype(jnp.bfloat16)
+    # Each of the rows, how many there are, and the tiles they begin and end at.
+    counts = [each.place.shape[1] for each in rows]
+    ends = [sum(map(tiles_of, counts[: i + 1])) for i in range(len(rows))]
+    begins = [end - tiles_of(count) for end, count in zip(ends, counts, strict=True)]
 
-    def mla_kernel(
-        query_ref: Any, hot_ref: Any, group_ref: Any, place_ref: Any, out_ref: Any, sum_ref: Any, query_tile: Any,
-        tile: Any, items: Any, ready: Any, consumed: Any, *exchange: Any,
-    ) -> None:  # fmt: skip
+    def mla_kernel(query_ref: Any, *refs: Any) -> None:
+        given, refs = refs[: 3 * len(rows)], refs[3 * len(rows) :]
+        sink_ref, refs = (None, refs) if sink is None else (refs[0], refs[1:])
+        out_ref, sum_ref, query_tile, tile, items, ready, consumed, *exchange = refs
         program, thread = lax.axis_index("program"), lax.axis_index("thread")
-        first_head = lax.rem(program, jnp.int32(head_programs)) * own_heads
+        head_program = lax.rem(program, jnp.int32(head_programs))
+        first_head = head_program * own_heads
         rest = lax.div(program, jnp.int32(head_programs))
         part, request = lax.rem(rest, jnp.int32(parts)), lax.div(rest, jnp.int32(parts))
-        rows_ref, place_ref = hot_ref.at[group_ref[0]], place_ref.at[request]
+        row_refs = [given[i].at[given[i + 1][0]] for i in range(0, len(given), 3)]
+        place_refs = [given[i].at[request] for i in range(2, len(given), 3)]
 
         def locate(number: Any) -> None:
             """Slots of the records of a tile, -1 where there is none, into its place in the ring."""
-            lane = indexed.positions(indexed.LANES)
-            at = (part * part_tiles + number) * TOKENS + lane
-            slot = indexed.gather(place_ref, jnp.where((lane < TOKENS) & (at < selected), at, -1))
-            slot = jnp.minimum(slot, slots - 1)
-            if how.prefetch:
-                tiles.prefetch_rows(rows_ref, slot, row.row_bytes)
+            lane, found = indexed.positions(indexed.LANES), []
+            for each, rows_ref, place_ref, count, begin in zip(rows, row_refs, place_refs, counts, begins, strict=True):
+                at = (part * part_tiles + number - begin) * TOKENS + lane
+                wanted = (lane < TOKENS) & (at < count)
+                wanted = wanted & (at >= 0) if begin else wanted
+                slot = indexed.gather(place_ref, jnp.where(wanted, at, -1))
+                found.append(jnp.minimum(slot, each.hot_rows.shape[1] - 1))
+                if how.prefetch:
+                    tiles.prefetch_rows(rows_ref, found[-1], row_bytes)
+            slot = functools.reduce(jnp.maximum, found)  # of all but one of the rows it is -1
             indexed.scatter(items.at[lax.rem(number, jnp.int32(rings))], jnp.where(lane < TOKENS, lane, -1), slot)
 
         def copy(number: Any, stage: Any) -> None:
-            rows = (tile.at[stage], rows_ref, items.at[lax.rem(number, jnp.int32(rings))])
-            if row.record != "fp8":
-                tiles.gather_tile(*rows, item_bytes=row.row_bytes)
+            ring = lax.rem(number, jnp.int32(rings))
+            if len(rows) == 1:
+                copy_from(row_refs[0], ring, stage)
+                return
+            for i, rows_ref in enumerate(row_refs):
+                at = part * part_tiles + number
+                here = at >= begins[i]
+                if i + 1 < len(rows):  # the last ones also have the tiles past the end, of no records
+                    here = here & (at < ends[i])
+                pl.when(here)(functools.partial(copy_from, rows_ref, ring, stage))
+
+        def copy_from(rows_ref: Any, ring: Any, stage: Any) -> None:
+            args = (tile.at[stage], rows_ref, items.at[ring])
+            if record != "fp8":
+                tiles.gather_tile(*args, item_bytes=row_bytes)
             elif how.in_place:
-                tiles.copy_fp8_tile(*rows, item_bytes=row.row_bytes, latent=row.latent)
+                tiles.copy_fp8_tile(*args, item_bytes=row_bytes, latent=latent)
             else:
-                tiles.gather_fp8_tile(*rows, item_bytes=row.row_bytes, latent=row.latent)
+                tiles.gather_fp8_tile(*args, item_bytes=row_bytes, latent=latent)
 
         def convert(stage: Any) -> None:
-            tiles.convert_fp8_tile(tile.at[stage], latent=row.latent)
+            tiles.convert_fp8_tile(tile.at[stage], latent=latent)
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
@@ -110,7 +177,7 @@ def sparse_mla(
             locate(jnp.int32(0))
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
-            finish = convert if row.record == "fp8" and how.in_place else None
+            finish = convert if record == "fp8" and how.in_place else None
             tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed, finish=finish)
 
         def shown_in(number: Any) -> Callable[[], Array]:
@@ -122,6 +189,12 @@ def sparse_mla(
 
         def value_of(stage: Any, own: int) -> Any:
             return tile.at[stage, :, pl.ds(own * columns, columns)]
+
+        def start() -> online_softmax.Softmax:
+            state = online_softmax.start(columns)
+            if sink_ref is None:
+                return state
+            return online_softmax.with_sink(state, online_softmax.per_head(sink_ref.at[head_program]), part == 0)
 
         mine = pl.ds(first_head, own_heads)
 
@@ -142,7 +215,7 @@ def sparse_mla(
                 plgpu.barrier_arrive(consumed.at[stage])
                 return state
 
-            out, top, total = lax.fori_loop(0, part_tiles, one, online_softmax.start(columns))
+            out, top, total = lax.fori_loop(0, part_tiles, one, start())
             store_out(own, out, total)
             if own == 0:
                 store_sums(top, total)
@@ -168,7 +241,7 @@ def sparse_mla(
                 plgpu.barrier_arrive(consumed.at[stage])
                 return online_softmax.Softmax(out, top, total)
 
-            out, top, total = lax.fori_loop(0, part_tiles, one, online_softmax.start(columns))
+            out, top, total = lax.fori_loop(0, part_tiles, one, start())
             plgpu.barrier_wait(taken)
             factors[...] = total
             plgpu.commit_smem()
@@ -211,7 +284,7 @@ def sparse_mla(
     run = plgpu.kernel(
         mla_kernel,
         out_type=(
-            jax.ShapeDtypeStruct((parts, requests, heads, row.latent), jnp.float32),
+            jax.ShapeDtypeStruct((parts, requests, heads, latent), jnp.float32),
             jax.ShapeDtypeStruct((parts, requests, heads), jnp.float32),
         ),
         grid=(requests * parts * head_programs,), grid_names=("program",), num_threads=CONSUMERS + 1,
@@ -226,4 +299,8 @@ def sparse_mla(
         ],
         compiler_params=online_softmax.COMPILER_PARAMS,
     )  # fmt: skip
-    return online_softmax.merge(*run(query, hot_rows, group.reshape(1), place))
+    arrays = [array for each in rows for array in (each.hot_rows, each.group.reshape(1), each.place)]
+    if sink is not None:
+        sinks = sink.reshape(head_programs, own_heads)
+        arrays.append(jnp.pad(sinks, ((0, 0), (0, HEADS - own_heads)), constant_values=-jnp.inf))
+    return online_softmax.merge(*run(query, *arrays))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pallas_kernels.online_softmax import HEADS, Split, split
+from pallas_kernels.online_softmax import HEADS, TOKENS, Split, split
 from pallas_kernels.row_format import RecordType
 
 
@@ -37,6 +37,12 @@ def head_tiles(heads: int) -> int:
     return -(-heads // HEADS)
 
 
-def tuning(requests: int, heads: int, selected: int, record: RecordType = "bfloat16") -> Tuning:
-    """The launch for R, N, K and a type of records."""
-    return Tuning(split(requests * head_tiles(heads), selected), prefetch=record == "fp8")
+def tiles_of(selected: int) -> int:
+    """Tiles of so many records."""
+    return -(-selected // TOKENS)
+
+
+def tuning(requests: int, heads: int, selected: int, record: RecordType = "bfloat16", *, window: int = 0) -> Tuning:
+    """The launch for R, N, K, a type of records, and rows of a window that has tiles of its own."""
+    tokens = TOKENS * (tiles_of(selected) + tiles_of(window)) if window else selected
+    return Tuning(split(requests * head_tiles(heads), tokens), prefetch=record == "fp8")

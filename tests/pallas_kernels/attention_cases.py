@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.row_format import RowFormat
-from pallas_kernels.sparse_mla import read_rows
+from pallas_kernels.row_format import RecordType, RowFormat
+from pallas_kernels.sparse_mla import entry_bytes, read_entries, read_rows
 from pallas_kernels.words import from_words, to_words
 
 OUT_TOLERANCE, SUM_TOLERANCE = 6 * 2.0**-9, 1e-4
@@ -78,6 +78,87 @@ def mla_case(record: str, requests: int, heads: int, selected: int, *, slots: in
     used = np.unique(place[place >= 0])
     words[1, used] = good[used]
     return MlaCase(row, jnp.asarray(rng.standard_normal((requests, heads, 576)), jnp.bfloat16), words, place)
+
+
+class EntryCase(NamedTuple):
+    """Arguments of `sparse_entries`: entries in group 1, the window in group 0."""
+
+    record: RecordType
+    query: jax.Array
+    words: np.ndarray
+    place: np.ndarray
+    window_words: np.ndarray
+    window_place: np.ndarray
+    sink: np.ndarray
+
+    def args(self, words: np.ndarray | None = None, place: np.ndarray | None = None) -> tuple[jax.Array, ...]:
+        words, place = self.words if words is None else words, self.place if place is None else place
+        entries = jnp.asarray(words), jnp.int32(1), jnp.asarray(place)
+        window = jnp.asarray(self.window_words), jnp.int32(0), jnp.asarray(self.window_place)
+        return self.query, *entries, *window, jnp.asarray(self.sink)
+
+    def want(self) -> tuple[np.ndarray, np.ndarray]:
+        requests, heads, width = self.query.shape
+        dtype = jnp.float32 if self.record == "float32" else jnp.bfloat16
+        query = np.asarray(self.query.astype(dtype)).astype(np.float64)
+        out, total = np.zeros((requests, heads, width)), np.zeros((requests, heads))
+        both = (self.words[1], self.place), (self.window_words[0], self.window_place)
+        numbers = [(np.asarray(read_entries(jnp.asarray(x), width, self.record)), at) for x, at in both]
+        for r in range(requests):
+            record = [x[at[r][at[r] >= 0]] for x, at in numbers]
+            record = np.concatenate([*record, np.zeros((1, width))]).astype(np.float64)  # the sink has no value
+            logits = np.concatenate([MLA_SCALE * query[r] @ record[:-1].T, self.sink[:, None]], axis=1)
+            top = np.maximum(logits.max(-1, keepdims=True), -1e30)
+            weight = np.exp(logits - top)
+            with np.errstate(divide="ignore"):
+                total[r] = np.log(weight.sum(-1)) + top[:, 0]
+            out[r] = weight / np.maximum(weight.sum(-1, keepdims=True), 1e-300) @ record
+        return out, total
+
+
+def entry_case(
+    record: RecordType, requests: int, heads: int, selected: int, window: int, *, width: int = 512, seed: int = 0
+) -> EntryCase:
+    """Random entries, windows and sinks, one of them -inf and one large.
+
+    The last requests are inactive, without entries, without a window, and with gaps in both.
+    """
+    rng = np.random.default_rng(seed)
+    words = entry_bytes(width, record) // 4
+
+    def rows(group: int, each: int) -> tuple[np.ndarray, np.ndarray]:
+        slots = max(1, requests * each) + 9
+        place = (1 + rng.permutation(slots - 1)[: requests * each]).reshape(requests, each).astype(np.int32)
+        if requests > 1:
+            place[-1] = -1
+        if requests > 2 + group:
+            place[-3 if group == 0 else -2] = -1
+        if requests > 4:
+            place[-4, rng.random(each) < 0.5] = -1
+        out = np.full((GROUPS, slots, words), NAN_WORD, np.uint32)
+        used = np.unique(place[place >= 0])
+        if len(used):
+            out[group, used] = _entries(rng, len(used), width, record)
+        return out, place
+
+    hot, place = rows(1, selected)
+    window_words, window_place = rows(0, window)
+    sink = rng.standard_normal(heads).astype(np.float32)
+    sink[:2] = (6.0, -np.inf)[: len(sink)]
+    query = jnp.asarray(rng.standard_normal((requests, heads, width)), jnp.bfloat16)
+    return EntryCase(record, query, hot, place, window_words, window_place, sink)
+
+
+def _entries(rng: np.random.Generator, count: int, width: int, record: RecordType) -> np.ndarray:
+    numbers = jnp.asarray(rng.standard_normal((count, width)), jnp.float32)
+    if record != "fp8":
+        return np.asarray(to_words(numbers.astype(record)))
+    tiles = (width - 64) // 64
+    exponent = rng.integers(127 - 4, 127, (count, tiles)).astype(np.uint8)
+    values = numbers[:, :-64] / jnp.repeat(jnp.exp2(exponent.astype(np.float32) - 127), 64, axis=-1)
+    scales = np.pad(exponent, ((0, 0), (0, -tiles % 8)))
+    parts = values.astype(jnp.float8_e4m3fn), numbers[:, -64:].astype(jnp.bfloat16), jnp.asarray(scales)
+    return np.concatenate([np.asarray(to_words(part)) for part in parts], axis=-1)
 
 
 class GqaCase(NamedTuple):
