@@ -110,6 +110,7 @@ class Setting:
         if io and (xla or apart):
             fetch = fetch_reference.fetch if xla else functools.partial(fetch_kernel.fetch, how=apart)
             hot = fetch(pool, hot, got.plan, base, zero, zero, rows_per_space=self.rows)
+            hot = hot if xla else hot[0]
         return (hot, got.slot_ids, got.recency), got.counters, got.plan.count
 
     def scan(self, **how: Any) -> Callable[..., Any]:

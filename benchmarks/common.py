@@ -158,7 +158,7 @@ def fetch_of(
     plan = Plan(*(jnp.asarray(x, jnp.int32) for x in (rows[None], np.arange(count)[None], [count])))
     zero, base = jnp.int32(0), jnp.zeros(1, jnp.int32)
     fetch = functools.partial(fetch_kernel.fetch, rows_per_space=span_rows, how=how)
-    jitted = jax.jit(lambda pool, hot, plan: fetch(pool, hot, plan, base, zero, zero))
+    jitted = jax.jit(lambda pool, hot, plan: fetch(pool, hot, plan, base, zero, zero)[0])
     return lambda pool, hot: jitted(pool, hot, plan), plan, jnp.zeros((1, count, words), jnp.uint32)
 
 

@@ -69,17 +69,24 @@ def resolve(
 
 def fetch(
     cache: Cache, address: Address, plan: Plan | None, implementation: Implementation = "auto", *,
-    programs: int | None = None,
-) -> Cache:  # fmt: skip
+    beside: bool = False, programs: int | None = None,
+) -> tuple[Cache, Plan | None]:  # fmt: skip
     """Brings the planned rows of one space in. A follower calls it with its anchor's plan.
 
-    A fetch that runs beside compute is a small grid, `programs`: a large one takes the multiprocessors away.
+    Args:
+      cache, address: where to.
+      plan: what to fetch; None if there is nothing to.
+      implementation: of the kernel.
+      beside: whether compute runs beside it.
+      programs: grid of the kernel; the tuned one if None.
+    Returns:
+      The new cache, and the plan again: a fetch that is given this one begins after this fetch.
     """
     if plan is None or cache.layout.residency == "no_io":
-        return cache
+        return cache, plan
     with jax.named_scope("fetch"):
-        rows = fetch_kernel.fetch(
+        rows, plan = fetch_kernel.fetch(
             cache.pool, cache.hot_rows[address.position], plan, cache.base, address.space, address.group,
-            rows_per_space=cache.layout.rows_per_space, programs=programs, implementation=implementation,
+            rows_per_space=cache.layout.rows_per_space, beside=beside, programs=programs, implementation=implementation,
         )  # fmt: skip
-    return with_rows(cache, address.position, rows)
+    return with_rows(cache, address.position, rows), plan

@@ -118,20 +118,22 @@ class Group(nnx.Module):
 
     def decode(self, x: Array, cache: Cache, addresses: list[Address]) -> tuple[Array, Cache, Array]:
         """One token of each request through the group: `[R, D]`, and what was selected, int32 `[R, K]`."""
-        issued = followers_issued(len(self.layers), prefetch=self.options.prefetch)
+        options = self.options
+        issued = followers_issued(len(self.layers), prefetch=options.prefetch)
         place, anchor = jnp.maximum(cache.tokens - 1, 0), self.layers[0]
         normed = anchor.attention_norm(x)
         projected = anchor.attention.project(normed, place)
         cache = append(cache, addresses[0], projected.record)
         resolution, cache = self._resolve(anchor, normed, projected, place, cache, addresses[0])
+        plan = resolution.plan
         for position, (layer, address, followers) in enumerate(zip(self.layers, addresses, issued, strict=True)):
             if position > 0:
                 projected = layer.attention.project(layer.attention_norm(x), place)
                 cache = append(cache, address, projected.record)
-            for follower in followers:
-                cache = fetch(
-                    cache, addresses[follower], resolution.plan, self.options.implementation,
-                    programs=self.options.fetch_programs,
+            for follower in followers:  # each after the one before, or they would share the link and all come late
+                cache, plan = fetch(
+                    cache, addresses[follower], plan, options.implementation, beside=options.prefetch,
+                    programs=options.fetch_programs,
                 )  # fmt: skip
             x = layer.add_mlp(x + layer.attention.attend(cache, address, resolution, projected))
         return x, cache, resolution.selected

@@ -8,6 +8,7 @@ from jax import Array
 
 from pallas_kernels.common import Implementation, check, choose
 from pallas_kernels.fetch import mosaic_gpu, reference
+from pallas_kernels.fetch.tuning import tuning
 from pallas_kernels.resolve.types import Plan
 
 __all__ = ["fetch"]
@@ -15,8 +16,8 @@ __all__ = ["fetch"]
 
 def fetch(
     pool: Array, hot_rows: Array, plan: Plan, base: Array, space: Array | int, group: Array | int, *,
-    rows_per_space: int, programs: int | None = None, implementation: Implementation = "auto",
-) -> Array:  # fmt: skip
+    rows_per_space: int, beside: bool = False, programs: int | None = None, implementation: Implementation = "auto",
+) -> tuple[Array, Plan]:  # fmt: skip
     """Copies every planned row from the host pool to its hot slot.
 
     `hot_rows[group, base[r] + plan.slot[r, m]] = pool[space * rows_per_space + plan.host_row[r, m]]` for
@@ -30,11 +31,13 @@ def fetch(
       space: int32 scalar, which space of the pool to read.
       group: int32 scalar, which group of `hot_rows` to write.
       rows_per_space: rows of one space.
-      programs: size of the kernel's persistent grid; the tuned one if not given. A small grid leaves the other
-        multiprocessors to what runs beside it.
+      beside: whether the kernel is to run beside compute: then its launch is one that leaves the multiprocessors to
+        it, and as few loads are under way as the link needs.
+      programs: size of the kernel's persistent grid; the tuned one if not given.
       implementation: "auto", "xla" or "mosaic_gpu".
     Returns:
-      The new `hot_rows`.
+      The new `hot_rows`, and the plan again, whose `count` exists when all rows are there: a fetch that is given this
+      one begins after this fetch, so that two of them don't share the link.
     Raises:
       ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
     """
@@ -49,5 +52,9 @@ def fetch(
     chosen = choose(implementation, "fetch", reason)
     args = (pool, hot_rows, plan, base, jnp.asarray(space, jnp.int32), jnp.asarray(group, jnp.int32))
     if chosen == "mosaic_gpu":
-        return mosaic_gpu.fetch(*args, rows_per_space=rows_per_space, programs=programs)
-    return reference.fetch(*args, rows_per_space=rows_per_space)
+        span_bytes = rows_per_space * pool.shape[1] * 4
+        how = tuning(span_bytes, beside=beside)
+        how = how if programs is None else how._replace(programs=programs)
+        rows, count = mosaic_gpu.fetch(*args, rows_per_space=rows_per_space, how=how)
+        return rows, plan._replace(count=count)
+    return reference.fetch(*args, rows_per_space=rows_per_space), plan

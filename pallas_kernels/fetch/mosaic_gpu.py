@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import indexed
@@ -25,17 +26,16 @@ ROWS_OF_A_LANE = 2  # in one list
 
 def fetch(
     pool: Array, hot_rows: Array, plan: Plan, base: Array, space: Array, group: Array, *, rows_per_space: int,
-    programs: int | None = None, how: Tuning | None = None,
-) -> Array:  # fmt: skip
-    """See `pallas_kernels.fetch.fetch`."""
+    how: Tuning | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """See `pallas_kernels.fetch.fetch`; the counts of the plan instead of the plan."""
     requests, width = plan.host_row.shape
     how = how or tuning(rows_per_space * pool.shape[1] * 4)
-    how = how if programs is None else how._replace(programs=programs)
     programs, listed = how.programs, ROWS_OF_A_LANE * how.threads * indexed.LANES
 
     def fetch_kernel(
         host_row_ref: Any, slot_ref: Any, count_ref: Any, base_ref: Any, space_ref: Any, group_ref: Any, pool_ref: Any,
-        hot_ref: Any, starts: Any, *scratch: Any,
+        hot_ref: Any, done_ref: Any, starts: Any, *scratch: Any,
     ) -> None:  # fmt: skip
         number, program = lax.axis_index("program"), Program(how.threads, lax.axis_index("thread"))
         lists = Lists(*scratch)
@@ -45,6 +45,11 @@ def fetch(
             count = indexed.gather(count_ref, request, 0)
             start, total = indexed.prefix_sum(lists.scratch, count, threads=how.threads)
             indexed.scatter(starts, request, before + start)
+
+            @pl.when(number == 0)
+            def _done() -> None:
+                indexed.scatter(done_ref, request, count)
+
             indexed.barrier()
             return before + total
 
@@ -73,14 +78,14 @@ def fetch(
         lax.fori_loop(0, lax.div(share + (listed - 1), jnp.int32(listed)), copy, jnp.int32(0))
 
     run = plgpu.kernel(
-        fetch_kernel, out_type=(), grid=(programs,), grid_names=("program",), num_threads=how.threads,
-        thread_name="thread",
+        fetch_kernel, out_type=jax.ShapeDtypeStruct((requests,), jnp.int32), grid=(programs,), grid_names=("program",),
+        num_threads=how.threads, thread_name="thread",
         scratch_types=[plgpu.SMEM((requests,), jnp.int32), *Lists.types(listed, how.buckets)],
     )  # fmt: skip
     hot_ref = jax.new_ref(hot_rows)
     flat = plan.host_row.reshape(-1), plan.slot.reshape(-1), plan.count
-    run(*flat, base, space.reshape(1), group.reshape(1), pool, hot_ref)
-    return jax.freeze(hot_ref)
+    done = run(*flat, base, space.reshape(1), group.reshape(1), pool, hot_ref)
+    return jax.freeze(hot_ref), done
 
 
 def unsupported(words: int, rows: int) -> str | None:

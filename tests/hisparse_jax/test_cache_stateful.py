@@ -66,7 +66,7 @@ class Compiled:
             if address.position == 0:
                 found[address.table], cache = resolve(cache, address, selected[address.table], "xla")
             else:
-                cache = fetch(cache, address, found[address.table].plan, "xla")
+                cache, _ = fetch(cache, address, found[address.table].plan, "xla")
         counters = cache.counters
         return end_step(cache, "xla"), (list(found.values()), counters)
 

@@ -53,7 +53,8 @@ def test_fetch_moves_the_planned_rows_and_no_other(counts):
         got = compiled_fetch()(
             pinned(pool), jnp.asarray(hot_rows), plan, int32(base), jnp.int32(space), jnp.int32(group)
         )
-        same_bits(got, fetched(pool, hot_rows, plan, base, space, group))
+        same_bits(got[0], fetched(pool, hot_rows, plan, base, space, group))
+        same_bits(got[1].count, plan.count)
 
 
 @pytest.mark.parametrize("row_words", [2, 164, 288])
@@ -64,7 +65,7 @@ def test_fetch_of_real_row_sizes(row_words):
     base = np.arange(REQUESTS) * SLOTS
     plan = random_plan(rng, (7, 0, 20))
     got = compiled_fetch()(pinned(pool), jnp.asarray(hot_rows), plan, int32(base), jnp.int32(1), jnp.int32(0))
-    same_bits(got, fetched(pool, hot_rows, plan, base, 1, 0))
+    same_bits(got[0], fetched(pool, hot_rows, plan, base, 1, 0))
 
 
 def test_backup_moves_the_rows_and_no_other():
@@ -104,7 +105,7 @@ def test_fetch_and_backup_in_a_loop_never_copy_the_pool():
 
         def step(number, carry):
             pool, hot_rows = carry
-            hot_rows = fetch(pool, hot_rows, plan, base, 1, 0, rows_per_space=ROWS_PER_SPACE, implementation="xla")
+            hot_rows, _ = fetch(pool, hot_rows, plan, base, 1, 0, rows_per_space=ROWS_PER_SPACE, implementation="xla")
             hot_rows = hot_rows + jnp.uint32(1)
             return backup(pool, hot_rows[0, :4], number + jnp.arange(4), implementation="xla"), hot_rows
 
@@ -131,7 +132,7 @@ def test_lowers_anywhere(platform):
 
     def both(pool, hot_rows, plan, base):
         pool = jax.device_put(pool, jax.memory.Space.Host)
-        hot_rows = fetch(pool, hot_rows, plan, base, 0, 0, rows_per_space=ROWS_PER_SPACE, implementation="xla")
+        hot_rows, _ = fetch(pool, hot_rows, plan, base, 0, 0, rows_per_space=ROWS_PER_SPACE, implementation="xla")
         return backup(pool, hot_rows[0, :4], jnp.arange(4), implementation="xla"), hot_rows
 
     text = lowered_for(both, platform, pool, hot_rows, plan, int32(np.zeros(REQUESTS)))

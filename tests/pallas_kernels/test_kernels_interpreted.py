@@ -82,13 +82,14 @@ def test_fetch(programs, buckets):
     want = np.zeros((2, 15, words), np.uint32)
     for r, n in enumerate(counts):
         want[1, 5 * r + slot[r, :n]] = pool[20 + host_row[r, :n]]
-    got = jax.jit(
+    got, done = jax.jit(
         lambda pool, hot: fetch_kernel.fetch(
             pool, hot, plan, jnp.arange(3, dtype=jnp.int32) * 5, jnp.int32(1), jnp.int32(1), rows_per_space=20,
             how=FetchTuning(programs, 1, 2, buckets),
         )
     )(pool, jnp.zeros_like(want))  # fmt: skip
     same(got, want, "hot rows")
+    same(done, np.array(counts, np.int32), "counts")
 
 
 @pytest.mark.parametrize("programs", [1, 3])

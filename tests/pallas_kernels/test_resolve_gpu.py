@@ -180,13 +180,13 @@ def test_array_api(options):
             pool, anchor, *x, ids, ages, pages, base, 1, 0, 0, rows_per_space=rows_per_space, **shape,
             implementation=implementation,
         )  # fmt: skip
-        follower = fetch(
-            pool, follower, resolved.plan, base, 1, 0, rows_per_space=rows_per_space, programs=4,
+        follower, again = fetch(
+            pool, follower, resolved.plan, base, 1, 0, rows_per_space=rows_per_space, beside=True,
             implementation=implementation,
         )  # fmt: skip
         return (anchor, follower, resolved.slot_ids, resolved.recency), (
             resolved.slots,
-            resolved.plan,
+            again,
             resolved.counters,
         )
 

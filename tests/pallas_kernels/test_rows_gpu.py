@@ -38,7 +38,7 @@ def test_fetch(words):
         step = jax.jit(
             lambda p, h, plan, how=how: fetch_kernel.fetch(
                 p, h, plan, base, jnp.int32(2), jnp.int32(1), rows_per_space=rows_per_space, how=how
-            )
+            )[0]
         )
         for counts in ([0, 3, 0, 37, 1, 0, 40, 0], [0] * 8, [40] * 8, [0, 0, 0, 0, 0, 0, 0, 1]):
             plan = random_plan(rng, counts, 40, slots, rows_per_space)
@@ -64,7 +64,7 @@ def test_fetch_in_several_rounds(how):
     step = jax.jit(
         lambda p, h, plan: fetch_kernel.fetch(
             p, h, plan, base, jnp.int32(1), jnp.int32(0), rows_per_space=rows_per_space, how=how
-        )
+        )[0]
     )
     same(step(pool, jnp.zeros_like(want), plan), want, "hot rows")
 
@@ -104,7 +104,7 @@ def test_loop_in_place():
             pool, hot = carry
             at = jnp.arange(16, dtype=jnp.int32)
             plan = Plan((at * 37 + i * 5)[None] % rows, (at * 3 + i)[None] % slots, jnp.full(1, 16, jnp.int32))
-            hot = fetch_kernel.fetch(pool, hot, plan, base, jnp.int32(0), jnp.int32(0), rows_per_space=rows)
+            hot, _ = fetch_kernel.fetch(pool, hot, plan, base, jnp.int32(0), jnp.int32(0), rows_per_space=rows)
             new = hot[0, :2] + jnp.uint32(i)
             return backup_kernel.backup(pool, new, jnp.stack([i * 2, jnp.int32(-1)])), hot
 
@@ -143,7 +143,7 @@ def test_pool_above_4_gib():
             lambda p, space: fetch_kernel.fetch(
                 p, jnp.zeros((1, 8, words), jnp.uint32), plan, jnp.zeros(1, jnp.int32), space, jnp.int32(0),
                 rows_per_space=rows // 2,
-            )
+            )[0]
         )  # fmt: skip
         hot = np.asarray(get(pool, jnp.int32(space)))[0]
         for i in range(6):
