@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from rich.console import Console
 from hisparse_jax import throughput_report as report
 from hisparse_jax.cache.layout import Layout, Residency
 from hisparse_jax.cache.memory import device_bytes
-from hisparse_jax.cache.state import create
+from hisparse_jax.cache.state import Cache, create
 from hisparse_jax.config import Config, Mode, SyntheticConfig
 from hisparse_jax.decode import DecodeState, compile_decode, place, state_placements
 from hisparse_jax.environment import environment
@@ -91,6 +92,8 @@ class Share:
         except ValueError as error:
             raise UserError(f"synthetic: {error}") from error
         self.models = {mode: Functional(self._abstract(mode)) for mode in setting.modes}
+        self._admissions: dict[Layout, Any] = {}
+        self._compiling = Lock()
 
     def _options(self, mode: Mode) -> DsaOptions:
         model, decode = self.config.model, self.config.decode
@@ -127,6 +130,13 @@ class Share:
             )  # fmt: skip
         except ValueError as error:
             raise UserError(f"the cache can't be laid out: {error}") from error
+
+    def admission(self, cache: Cache) -> Any:
+        """The compiled admission of one request; modes of one residency share it."""
+        with self._compiling:
+            if cache.layout not in self._admissions:
+                self._admissions[cache.layout] = compile_admission(cache)
+            return self._admissions[cache.layout]
 
     def cache_budget(self) -> dict[str, Any]:
         """The memory for caches by rule: what one rank has beside its weights of the whole model, for these layers."""
@@ -169,7 +179,7 @@ def compile_point(share: Share, point: Point, params: list[Array]) -> Programs:
 
     cold = point.requests in setting.cold_concurrency
     chunk = decode(share.config.decode.steps)
-    return Programs(layout, compile_admission(state.cache), chunk, decode(1) if cold else None,
+    return Programs(layout, share.admission(state.cache), chunk, decode(1) if cold else None,
                     time.perf_counter() - started)  # fmt: skip
 
 
