@@ -154,7 +154,7 @@ def mla(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         size = spec.requests * (spec.selected * row.row_bytes + spec.heads * (2 * row.width + 4 * row.latent))
         flop = 2 * spec.requests * spec.heads * spec.selected * (row.width + row.latent)
         base = {"op": "sparse_mla", "name": name, **spec._asdict(), "bytes": size, "flop": flop, **peak}
-        chosen = mla_tuning(spec.requests, spec.heads, spec.selected, spec.record)
+        chosen = mla_tuning(spec.requests, spec.heads, spec.selected)
         launches = [chosen]
         if sweep:
             tiles = -(-spec.selected // 64)
@@ -163,7 +163,8 @@ def mla(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
                 launches += [chosen._replace(split=other)] if other != chosen.split else []
             launches.append(chosen._replace(prefetch=not chosen.prefetch))
             if fp8:
-                launches += [chosen._replace(in_place=False, prefetch=prefetch) for prefetch in (False, True)]
+                loaded = chosen._replace(in_place=False, consumer_registers=(232, 168), producer_registers=104)
+                launches += [loaded, loaded._replace(prefetch=True)]
             registers, producer = ((224, 224), 56) if fp8 else ((240, 240), 24)
             each = chosen._replace(handed_on=False, consumer_registers=registers, producer_registers=producer)
             launches.append(each)

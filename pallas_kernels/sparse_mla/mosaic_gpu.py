@@ -38,6 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import indexed, online_softmax, tiles
 from pallas_kernels.online_softmax import HEADS, TOKENS
 from pallas_kernels.row_format import RecordType, RowFormat
+from pallas_kernels.sparse_mla import fp8_tiles
 from pallas_kernels.sparse_mla.tuning import Tuning, head_tiles, tiles_of, tuning
 
 CONSUMERS = 2
@@ -85,7 +86,7 @@ def sparse_mla(
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.sparse_mla.sparse_mla`. `how.split` must cover all places."""
     requests, heads, _ = query.shape
-    how = how or tuning(requests, heads, place.shape[1], row.record)
+    how = how or tuning(requests, heads, place.shape[1])
     rows = [Rows(hot_rows, group, place)]
     return _attend(query, rows, None, latent=row.latent, record=row.record, scale=scale, how=how)
 
@@ -96,7 +97,7 @@ def sparse_entries(
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.sparse_mla.sparse_entries`. `how.split` must cover the tiles of entries and of the window."""
     requests, heads, width = query.shape
-    how = how or tuning(requests, heads, place.shape[1], record, window=window_place.shape[1])
+    how = how or tuning(requests, heads, place.shape[1], window=window_place.shape[1])
     rows = [Rows(hot_rows, group, place), Rows(window_rows, window_group, window_place)]
     return _attend(query, rows, sink, latent=width, record=record, scale=scale, how=how)
 
@@ -113,7 +114,8 @@ def _attend(
     head_programs = head_tiles(heads)
     own_heads = heads // head_programs
     columns = latent // CONSUMERS
-    rings = stages + 1
+    loaded = record == "fp8" and not how.in_place
+    rings = stages + 1 + loaded
     query = query.astype(jnp.bfloat16)
     # Each of the rows, how many there are, and the tiles they begin and end at.
     counts = [each.place.shape[1] for each in rows]
@@ -146,10 +148,14 @@ def _attend(
             slot = functools.reduce(jnp.maximum, found)  # of all but one of the rows it is -1
             indexed.scatter(items.at[lax.rem(number, jnp.int32(rings))], jnp.where(lane < TOKENS, lane, -1), slot)
 
-        def copy(number: Any, stage: Any) -> None:
+        def load(number: Any) -> Any:
+            ring = items.at[lax.rem(number, jnp.int32(rings))]
+            return fp8_tiles.load_fp8_tile(TOKENS, row_refs[0], ring, item_bytes=row_bytes, latent=latent)
+
+        def copy(number: Any, stage: Any, *words: Any) -> None:
             ring = lax.rem(number, jnp.int32(rings))
             if len(rows) == 1:
-                copy_from(row_refs[0], ring, stage)
+                copy_from(row_refs[0], ring, stage, *words)
                 return
             for i, rows_ref in enumerate(row_refs):
                 at = part * part_tiles + number
@@ -158,17 +164,16 @@ def _attend(
                     here = here & (at < ends[i])
                 pl.when(here)(functools.partial(copy_from, rows_ref, ring, stage))
 
-        def copy_from(rows_ref: Any, ring: Any, stage: Any) -> None:
+        def copy_from(rows_ref: Any, ring: Any, stage: Any, *words: Any) -> None:
             args = (tile.at[stage], rows_ref, items.at[ring])
             if record != "fp8":
                 tiles.gather_tile(*args, item_bytes=row_bytes)
-            elif how.in_place:
-                tiles.copy_fp8_tile(*args, item_bytes=row_bytes, latent=latent)
             else:
-                tiles.gather_fp8_tile(*args, item_bytes=row_bytes, latent=latent)
+                begin = fp8_tiles.store_fp8_tile if words else fp8_tiles.copy_fp8_tile
+                begin(*args, *words, item_bytes=row_bytes, latent=latent)
 
         def convert(stage: Any) -> None:
-            tiles.convert_fp8_tile(tile.at[stage], latent=latent)
+            fp8_tiles.convert_fp8_tile(tile.at[stage], latent=latent)
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
@@ -177,8 +182,10 @@ def _attend(
             locate(jnp.int32(0))
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
-            finish = convert if record == "fp8" and how.in_place else None
-            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed, finish=finish)
+            more: dict[str, Any] = {}
+            if record == "fp8":
+                more = {"load": load} if loaded else {"finish": convert}
+            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed, **more)
 
         def shown_in(number: Any) -> Callable[[], Array]:
             def shown() -> Array:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pallas_kernels.online_softmax import HEADS, TOKENS, Split, split
-from pallas_kernels.row_format import RecordType
 
 
 class Tuning(NamedTuple):
@@ -18,8 +17,8 @@ class Tuning(NamedTuple):
       handed_on: whether one consumer computes the weights for both.
       consumer_registers, producer_registers: of a lane, multiples of 8. Together they must not exceed 504, which is
         what three warpgroups start with: more, and a consumer waits for registers for ever.
-      in_place: whether fp8 rows are copied as they are into their tile and converted there, all of a tile under way at
-        a time; otherwise they are loaded into registers.
+      in_place: whether fp8 rows are copied as they are into their tile and converted there; otherwise they are loaded
+        into registers before their tile is free, for which the producer needs 104.
       prefetch: whether the rows of the next tile are asked for in the L2 cache as soon as their slots are known.
     """
 
@@ -42,7 +41,7 @@ def tiles_of(selected: int) -> int:
     return -(-selected // TOKENS)
 
 
-def tuning(requests: int, heads: int, selected: int, record: RecordType = "bfloat16", *, window: int = 0) -> Tuning:
-    """The launch for R, N, K, a type of records, and rows of a window that has tiles of its own."""
+def tuning(requests: int, heads: int, selected: int, *, window: int = 0) -> Tuning:
+    """The launch for R, N, K, and rows of a window that has tiles of its own."""
     tokens = TOKENS * (tiles_of(selected) + tiles_of(window)) if window else selected
-    return Tuning(split(requests * head_tiles(heads), tokens), prefetch=record == "fp8")
+    return Tuning(split(requests * head_tiles(heads), tokens))

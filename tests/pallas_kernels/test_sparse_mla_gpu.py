@@ -24,9 +24,9 @@ LAUNCHES: dict[str, list[dict[str, Any]]] = {
     "bfloat16": [{"handed_on": False}, {"prefetch": True}],
     "fp8": [
         {"handed_on": False},
-        {"prefetch": False},
-        {"in_place": False},
-        {"in_place": False, "prefetch": False},
+        {"prefetch": True},
+        {"in_place": False, "consumer_registers": (232, 168), "producer_registers": 104},
+        {"in_place": False, "consumer_registers": (232, 168), "producer_registers": 104, "prefetch": True},
         {"consumer_registers": (240, 200), "producer_registers": 64},
     ],
 }
@@ -69,7 +69,7 @@ def test_parts(record):
     case = mla_case(record, 4, 64, 700)
     want = case.want()
     for split in (Split(1, 11), Split(2, 6), Split(3, 4), Split(11, 1), Split(6, 2)):
-        how = tuning(4, 64, 700, record)._replace(split=split)
+        how = tuning(4, 64, 700)._replace(split=split)
         got = attend(case.row, how)(*case.args())
         agree(got, want)
         for change in LAUNCHES[record]:
