@@ -47,22 +47,28 @@ def _load(name: str, overrides: list[str] | None, runs: str | None = None) -> co
 def run(config: Experiment, overrides: Overrides = None, runs: Runs = None, debug: Debug = False) -> None:
     """Run an experiment: decode in each residency, compare bit by bit, write figures and a plot.
 
+    A config with a `synthetic` section times a published shape over concurrency and context instead.
     Exits with 0 if the run showed what its config expects, with 2 and one line otherwise.
     """
     with _one_line_errors(debug):
-        from hisparse_jax import experiment
+        from hisparse_jax import experiment, throughput
 
-        experiment.run(_load(config, overrides, runs), Console())
+        loaded = _load(config, overrides, runs)
+        (experiment if loaded.synthetic is None else throughput).run(loaded, Console())
 
 
 @app.command()
 def presets() -> None:
     """List the configs that come with the package."""
-    table = Table("preset", "model", "selection", "residencies")
+    table = Table("preset", "model", "selection", "runs")
     for name in configs.preset_names():
         one = configs.load(name)
-        model = one.model.file or one.model.path or f"{one.model.published} (to plan)"
-        table.add_row(name, model, one.selection.kind, ", ".join(one.decode.residencies))
+        model, runs = one.model.file or one.model.path, ", ".join(one.decode.residencies)
+        if one.synthetic is not None:
+            model, runs = f"{one.model.published} (synthetic)", ", ".join(one.synthetic.modes)
+        elif one.model.published is not None:
+            model, runs = one.model.published, "to plan"
+        table.add_row(name, model, one.selection.kind, runs)
     Console().print(table)
 
 

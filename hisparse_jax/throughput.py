@@ -278,6 +278,8 @@ def records(share: Share, params: list[Array], console: Console) -> Iterator[dic
         pool, todo = Pool(), points(share.setting, context)
         with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as compilers:
             compiled: list[Future[Programs]] = [compilers.submit(compile_point, share, one, params) for one in todo]
+            for future in compiled:  # nothing is timed while the compiler tries kernels out on the same device
+                future.exception()
             for point, future in zip(todo, compiled, strict=True):
                 size = share.request_bytes(point)
                 record = dataclasses.asdict(point) | {

@@ -14,7 +14,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("pallas_kernels", "hisparse_jax", "models")
 # What puts models, cache and engine together; nothing below may know these.
 COMPOSITION_ROOTS = tuple(
-    f"hisparse_jax.{name}" for name in ("assembly", "experiment", "verify", "presets", "generation", "cli")
+    f"hisparse_jax.{name}"
+    for name in (
+        "assembly",
+        "experiment",
+        "throughput",
+        "verify",
+        "presets",
+        "generation",
+        "cli",
+    )
 )
 # Known before anything is allocated, or usable without a backend.
 WITHOUT_JAX = ("hisparse_jax.config", "hisparse_jax.cache.layout", "hisparse_jax.cache.pages", "models.config")
