@@ -44,7 +44,15 @@ def _load(name: str, overrides: list[str] | None, runs: str | None = None) -> co
 
 
 @app.command()
-def run(config: Experiment, overrides: Overrides = None, runs: Runs = None, debug: Debug = False) -> None:
+def run(
+    config: Experiment,
+    overrides: Overrides = None,
+    runs: Runs = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write traces, and a table of device time by stage.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
     """Run an experiment: decode in each residency, compare bit by bit, write figures and a plot.
 
     A config with a `synthetic` section times a published shape over concurrency and context instead.
@@ -54,7 +62,7 @@ def run(config: Experiment, overrides: Overrides = None, runs: Runs = None, debu
         from hisparse_jax import experiment, throughput
 
         loaded = _load(config, overrides, runs)
-        (experiment if loaded.synthetic is None else throughput).run(loaded, Console())
+        (experiment if loaded.synthetic is None else throughput).run(loaded, Console(), profile=profile)
 
 
 @app.command()

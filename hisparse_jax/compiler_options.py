@@ -20,17 +20,25 @@ CONCURRENT: Options = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
+NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
 # Matmuls of one operand would be merged by concatenating their weights, at every step.
 SEPARATE_MATMULS: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
-def decode_options() -> Options | None:
-    """The options of the decode loop for the default device; None where there are none to give."""
+def decode_options(*, graphs: bool = True) -> Options | None:
+    """The options of the decode loop for the default device; None where there are none to give.
+
+    Args:
+      graphs: kernels run in CUDA graphs, side by side where they can; otherwise one after the other, under their names.
+    """
     if jax.devices()[0].platform not in ("gpu", "cuda"):
         return None
-    return _accepted(CONCURRENT, "prefetches will not overlap with compute") | _accepted(
-        SEPARATE_MATMULS, "weights of neighbouring matmuls may be copied at every step"
+    overlap = (
+        _accepted(CONCURRENT, "prefetches will not overlap with compute")
+        if graphs
+        else _accepted(NO_GRAPHS, "kernels of a profile may have no names")
     )
+    return overlap | _accepted(SEPARATE_MATMULS, "weights of neighbouring matmuls may be copied at every step")
 
 
 def _accepted(options: Options, otherwise: str) -> Options:

@@ -24,6 +24,7 @@ from hisparse_jax.engine.metrics import Metrics
 from hisparse_jax.engine.requests import Completion, Request
 from hisparse_jax.environment import environment
 from hisparse_jax.errors import UserError
+from hisparse_jax.profiling import stage_table
 from hisparse_jax.prompts import prompt_tokens
 from hisparse_jax.run_folder import run_folder
 from models.opened import Opened
@@ -43,6 +44,7 @@ class Outcome:
       budget: what it needed.
       completions: what it generated.
       metrics: what it counted.
+      stage_us: device time of a step by stage, if it was profiled.
     """
 
     residency: Residency
@@ -50,6 +52,7 @@ class Outcome:
     budget: Budget
     completions: list[Completion]
     metrics: Metrics
+    stage_us: dict[str, float] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -63,8 +66,8 @@ class Outcome:
         return self.metrics.fetched_bytes(self.layout.row_bytes, self.layout.group_sizes)
 
 
-def run(config: Config, console: Console) -> Path:
-    """Runs an experiment and gives back its run folder.
+def run(config: Config, console: Console, *, profile: bool = False) -> Path:
+    """Runs an experiment and gives back its run folder; with `profile`, traces of each residency in it.
 
     Raises:
       UserError: something the user can mend; ExpectationError: the run did not show what the config expects.
@@ -91,7 +94,16 @@ def run(config: Config, console: Console) -> Path:
         with report.progress(console) as bar:
             params = opened.load(bar.stage("reading the model"))
         outcomes = [
-            _decode(config, opened, params, request, layouts[residency], budgets[residency], console)
+            _decode(
+                config,
+                opened,
+                params,
+                request,
+                layouts[residency],
+                budgets[residency],
+                console,
+                folder.partial / "profile" / residency if profile else None,
+            )
             for residency in config.decode.residencies
         ]
         first, *others = [outcome for outcome in outcomes if outcome.residency != "no_io"] or outcomes
@@ -102,6 +114,8 @@ def run(config: Config, console: Console) -> Path:
         result["wall_s"] = time.perf_counter() - started
         result["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         report.show(console, result, outcomes)
+        if profile:
+            console.print(stage_table({outcome.residency: outcome.stage_us or {} for outcome in outcomes}))
         (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if not report.plot(folder.partial / "result.png", outcomes):
             console.print("no plot: it needs matplotlib (pip install 'hisparse-jax[plots]')")
@@ -112,8 +126,9 @@ def run(config: Config, console: Console) -> Path:
 
 
 def _decode(
-    config: Config, opened: Opened, params: Any, request: Request, layout: Layout, budget: Budget, console: Console
-) -> Outcome:
+    config: Config, opened: Opened, params: Any, request: Request, layout: Layout, budget: Budget, console: Console,
+    profile: Path | None,
+) -> Outcome:  # fmt: skip
     decode, tokenizer = config.decode, opened.tokenizer
     stop = tokenizer.stop_tokens if tokenizer is not None and decode.stop else ()
     with report.progress(console) as bar:
@@ -129,11 +144,12 @@ def _decode(
         engine = Engine(
             opened.model, params, layout, vocab=opened.config.vocab, steps=decode.steps,
             prefill_chunk=decode.prefill_chunk, stop_tokens=stop, keep_logits=True,
-            implementation=decode.implementation, events=Events(prefill, decoded),
+            implementation=decode.implementation, events=Events(prefill, decoded), profile=profile,
         )  # fmt: skip
         engine.submit(request)
         completions = engine.run()
-    return Outcome(layout.residency, layout, budget, completions, engine.metrics)
+    times = engine.stage_us() if profile else None
+    return Outcome(layout.residency, layout, budget, completions, engine.metrics, times)
 
 
 def same_bits(one: Outcome, other: Outcome) -> bool:
@@ -197,6 +213,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
         "decode_s": metrics.decode_s,
         "decode_tokens": metrics.decode_tokens,
         "decode_tokens_per_s": _json_float(metrics.tokens_per_s),
+        "stage_us": outcome.stage_us,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -64,6 +65,7 @@ class Backbone(nnx.Module):
 
     def logits(self, x: Array) -> Array:
         """Hidden states `[..., D]` to float32 logits `[..., V]`."""
-        x = self.norm(x)
-        kernel = self.embed.embedding[...].T if self.tied_head else self.head.kernel[...]
-        return jnp.matmul(x, kernel, precision=precision(self.dtype), preferred_element_type=jnp.float32)
+        with jax.named_scope("head"):
+            x = self.norm(x)
+            kernel = self.embed.embedding[...].T if self.tied_head else self.head.kernel[...]
+            return jnp.matmul(x, kernel, precision=precision(self.dtype), preferred_element_type=jnp.float32)

@@ -106,15 +106,17 @@ class LatentAttention(nnx.Module):
 
     def attend(self, cache: Cache, address: Address, resolution: Resolution, projected: Projected) -> Array:
         """One token of each request over the selected records: `[R, D]`."""
-        absorbed = self._einsum("rnd,ndc->rnc", projected.query_nope, self.key_up[...])
-        query = jnp.concatenate([absorbed.astype(projected.query_rope.dtype), projected.query_rope], axis=-1)
+        with jax.named_scope("project"):
+            absorbed = self._einsum("rnd,ndc->rnc", projected.query_nope, self.key_up[...])
+            query = jnp.concatenate([absorbed.astype(projected.query_rope.dtype), projected.query_rope], axis=-1)
         latent = attend_latents(
             cache, address, resolution, query, row=self.row, scale=self.config.softmax_scale,
             implementation=self.implementation,
         )  # fmt: skip
-        dtype = self.value_up[...].dtype
-        value = self._einsum("rnc,nvc->rnv", latent.astype(dtype), self.value_up[...])
-        return self.out(value.reshape(len(value), -1).astype(dtype))
+        with jax.named_scope("project"):
+            dtype = self.value_up[...].dtype
+            value = self._einsum("rnc,nvc->rnv", latent.astype(dtype), self.value_up[...])
+            return self.out(value.reshape(len(value), -1).astype(dtype))
 
     def attend_in_prompt(
         self, stored: Array, layer: Array | int, start: Array, selected: Array, projected: Projected

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import jax
 from jax import Array, lax
 
 from hisparse_jax.cache.layout import Address
@@ -26,9 +27,10 @@ def append(cache: Cache, address: Address, token: Array) -> Cache:
     rows = cache.hot_rows[address.position]
     # Written behind a barrier: both residencies then store the same bits, whatever the shape of the hot rows.
     token = lax.optimization_barrier(token)
-    by_token = rows.reshape(*rows.shape[:2], layout.record_tokens, -1)
-    offset = (cache.tokens - 1) % layout.record_tokens
-    by_token = by_token.at[address.group, cache.newest, offset].set(token, mode="drop")
+    with jax.named_scope("append"):
+        by_token = rows.reshape(*rows.shape[:2], layout.record_tokens, -1)
+        offset = (cache.tokens - 1) % layout.record_tokens
+        by_token = by_token.at[address.group, cache.newest, offset].set(token, mode="drop")
     return with_rows(cache, address.position, by_token.reshape(rows.shape))
 
 

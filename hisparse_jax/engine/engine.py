@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,10 +20,12 @@ from hisparse_jax.cache.admission import admit, release
 from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.pages import HostPages
 from hisparse_jax.cache.state import Cache, create, entering, placements
+from hisparse_jax.compiler_options import decode_options
 from hisparse_jax.decode import DecodeState, Model, Params, compile_decode, place
 from hisparse_jax.engine.metrics import Metrics
 from hisparse_jax.engine.requests import Completion, Request, pad_to, pages_needed
 from hisparse_jax.errors import UserError
+from hisparse_jax.profiling import operation_names, stage_us, traced
 from hisparse_jax.sampling import Sampling, greedy, sample, with_request
 from pallas_kernels.common import Implementation
 
@@ -65,12 +68,13 @@ class Engine:
       keep_logits: keep the logits of every generated token.
       implementation: of the kernels that admission and decode loop call themselves.
       events: callbacks.
+      profile: a folder for a trace of one chunk of decode steps, the second; see `hisparse_jax.profiling`.
     """
 
     def __init__(
         self, model: Model, params: Params, layout: Layout, *, vocab: int, steps: int = 8, prefill_chunk: int = 512,
         stop_tokens: Sequence[int] = (), keep_logits: bool = False, implementation: Implementation = "auto",
-        events: Events | None = None,
+        events: Events | None = None, profile: Path | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.metrics, self.completions = layout, Metrics(layout.tables), list[Completion]()
         self._model, self._params, self._vocab, self._chunk = model, params, vocab, prefill_chunk
@@ -96,9 +100,10 @@ class Engine:
         self._release = jax.jit(release, donate_argnums=0, out_shardings=cache_placed)
         decode = compile_decode(
             model, self._state, steps=steps, stop_tokens=stop_tokens, keep_logits=keep_logits,
-            implementation=implementation,
+            implementation=implementation, compiler_options=decode_options(graphs=profile is None),
         )  # fmt: skip
         self._decode = decode.lower(params, self._state).compile()
+        self._profile, self._chunks, self._steps = profile, 0, steps
         self.metrics.compile_s = time.perf_counter() - started
 
     def submit(self, request: Request) -> int:
@@ -136,6 +141,17 @@ class Engine:
         self._admit_waiting()
         self._decode_chunk()
         self._free_finished()
+
+    def stage_us(self) -> dict[str, float]:
+        """Device time of a decode step by stage, from the profile.
+
+        Raises:
+          UserError: no second chunk was decoded.
+        """
+        if self._profile is None or self._chunks < 2:
+            raise UserError("nothing was profiled: a profile is of the second call of decode.steps steps; decode more")
+        times = stage_us(self._profile, operation_names(self._decode.as_text()))
+        return {stage: us / self._steps for stage, us in times.items()}
 
     def _needed(self, request: Request) -> int:
         layout = self.layout
@@ -181,7 +197,9 @@ class Engine:
         if all(self.completions[number].finish for _, number in running):
             return
         started = time.perf_counter()
-        self._state, out = self._decode(self._params, self._state)
+        with traced(self._profile if self._chunks == 1 else None):
+            self._state, out = jax.block_until_ready(self._decode(self._params, self._state))
+        self._chunks += 1
         tokens, counters = np.asarray(out.token), np.asarray(out.counters)
         self.metrics.decode_s += time.perf_counter() - started
         busy = (tokens >= 0).any(axis=1)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a decode step's time goes: a trace on disk, and device time by stage.
+
+Stages are the named scopes of the code. Inside a CUDA graph kernels carry no names, so what is profiled is compiled
+without graphs (`compiler_options.decode_options(graphs=False)`): kernels run one after the other, nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+from rich.table import Table
+
+# In the order of a step; "other" is what has no scope.
+STAGES = (
+    "project", "append", "index_project", "index_scores", "selection", "resolve", "fetch", "attention", "mlp",
+    "head", "backup", "sample", "other",
+)  # fmt: skip
+
+_CONTAINERS = re.compile(r"(while|call|conditional)(\.\d+)?$")  # their time is that of what they hold
+_NAMED = re.compile(r"%?([\w.\-]+) = .*metadata=\{.*?op_name=\"([^\"]*)\"")
+
+
+@contextlib.contextmanager
+def traced(folder: Path | None) -> Iterator[None]:
+    """Writes a trace of the block into a folder, for TensorBoard or Perfetto; does nothing without one."""
+    if folder is None:
+        yield
+        return
+    with jax.profiler.trace(str(folder)):
+        yield
+
+
+def stage_of(op_name: str) -> str:
+    """The innermost stage in the name of an operation, "jit(chunk)/while/body/attention/dot_general"."""
+    return next((part for part in reversed(op_name.split("/")) if part in STAGES), "other")
+
+
+def operation_names(module_text: str) -> dict[str, str]:
+    """From the text of a compiled module: the source name of every instruction that has one."""
+    return dict(match.groups() for match in map(_NAMED.search, module_text.splitlines()) if match)
+
+
+def stage_us(folder: Path, operations: Mapping[str, str]) -> dict[str, float]:
+    """Device time by stage in a trace, all its steps together, in the order of a step; on a CPU time of all threads.
+
+    Args:
+      folder: of `traced`.
+      operations: see `operation_names`; of the program that was traced.
+    Raises:
+      FileNotFoundError: the folder has no trace.
+    """
+    traces = sorted(folder.rglob("*.xplane.pb"))
+    if not traces:
+        raise FileNotFoundError(f"{folder} holds no trace")
+    planes = list(jax.profiler.ProfileData.from_file(str(traces[-1])).planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:GPU")] or [
+        plane for plane in planes if plane.name == "/host:CPU"
+    ]
+    total = dict.fromkeys(STAGES, 0.0)
+    for line in (line for plane in devices for line in plane.lines):
+        for event in line.events:
+            with warnings.catch_warnings():  # the binding of event.stats warns about itself
+                warnings.simplefilter("ignore", DeprecationWarning)
+                stats = {key: value for key, value in event.stats if key in ("hlo_op", "name")}
+            named = str(stats.get("name", ""))
+            operation = str(stats.get("hlo_op", ""))
+            if (named or operation) and not _CONTAINERS.match(operation):
+                total[stage_of(named or operations.get(operation, ""))] += event.duration_ns / 1e3
+    return {stage: us for stage, us in total.items() if us}
+
+
+def stage_table(by_run: Mapping[str, Mapping[str, float]]) -> Table:
+    """Microseconds a step by stage, one column a run."""
+    table = Table("stage", *by_run, title="device time, us a step (profiled, nothing overlaps)", title_justify="left")
+    for stage in STAGES:
+        if any(stage in times for times in by_run.values()):
+            table.add_row(stage, *(f"{times.get(stage, 0):.1f}" for times in by_run.values()))
+    table.add_row("[bold]all[/bold]", *(f"[bold]{sum(times.values()):.1f}[/bold]" for times in by_run.values()))
+    return table
