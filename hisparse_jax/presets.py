@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from hisparse_jax import planner
 from hisparse_jax.assembly import model_file
-from hisparse_jax.cache.layout import Records
 from hisparse_jax.checkpoint.gguf import GgufFile
 from hisparse_jax.config import Config, ModelConfig, QuestSelection
 from hisparse_jax.errors import UserError
@@ -18,8 +17,7 @@ from hisparse_jax.selection import QuestRule
 from models import gguf_models, registry
 from models.config import GqaConfig
 from models.dsa_config import DsaConfig
-from models.opened import Opened
-from models.sizes import PUBLISHED, dsa_parameters, dsa_sizes, gqa_sizes
+from models.sizes import dsa_sizes, gqa_sizes, parameters, published
 
 _CACHE_SHARE = 0.25  # of the usable memory, left for caches when the number of devices is chosen here
 _MOST_DEVICES = 1024  # that are chosen here
@@ -78,21 +76,24 @@ def model_sizes(config: Config, context_tokens: int | None = None) -> Sizes:
     """
     model = config.model
     if model.published is not None:
-        if model.published not in PUBLISHED:
-            raise UserError(f"model.published: {model.published!r} is not known; known: {', '.join(PUBLISHED)}")
-        shape = PUBLISHED[model.published]
-        itemsize = jnp.dtype(model.dtype).itemsize
-        return _dsa(model.published, shape, model, dsa_parameters(shape) * itemsize)
+        shape = published(model.published)
+        parameter_bytes = parameters(shape) * jnp.dtype(model.dtype).itemsize
+        if isinstance(shape, GqaConfig):
+            return _gqa(model.published, shape, config, context_tokens, parameter_bytes)
+        return _dsa(model.published, shape, model, parameter_bytes)
     path = model_file(config)
     if path.is_dir():
         shape = registry.read_config(path)
         if isinstance(shape, DsaConfig):
             opened = registry.open_folder(path, dtype=model.dtype, records=model.records)
             return _dsa(path.name, shape, model, opened.parameter_bytes)
-        opened = registry.open_folder(path, rule=_rule(config), dtype=model.dtype)
+        opened = registry.open_folder(path, rule=quest_rule(config), dtype=model.dtype)
     else:
-        opened = gguf_models.open_gguf(GgufFile(path), _rule(config), model.dtype)
-    return _gqa(path.name, opened, config, context_tokens)
+        opened = gguf_models.open_gguf(GgufFile(path), quest_rule(config), model.dtype)
+    shape = opened.config
+    if not isinstance(shape, GqaConfig):
+        raise UserError(f"{path.name}: a model of this kind can't be planned yet")
+    return _gqa(path.name, shape, config, context_tokens, opened.parameter_bytes)
 
 
 def _dsa(name: str, shape: DsaConfig, model: ModelConfig, parameter_bytes: int) -> Sizes:
@@ -100,19 +101,22 @@ def _dsa(name: str, shape: DsaConfig, model: ModelConfig, parameter_bytes: int) 
     return dsa_sizes(name, shape, record=stored[0], index_keys=stored[1], parameter_bytes=parameter_bytes)
 
 
-def _gqa(name: str, opened: Opened, config: Config, context_tokens: int | None) -> Sizes:
-    shape = opened.config
-    if not isinstance(shape, GqaConfig):
-        raise UserError(f"{name}: a model of this kind can't be planned yet")
-    records: Records = opened.model.records(shape.max_tokens if context_tokens is None else context_tokens)
+def _gqa(name: str, shape: GqaConfig, config: Config, context_tokens: int | None, parameter_bytes: int) -> Sizes:
+    rule = quest_rule(config)
+    pages = -(-(shape.max_tokens if context_tokens is None else context_tokens) // rule.page_tokens)
     sizes = gqa_sizes(
-        name, shape, page_tokens=records.record_tokens, selected=records.selected,
-        itemsize=jnp.dtype(config.model.dtype).itemsize, parameter_bytes=opened.parameter_bytes,
+        name, shape, page_tokens=rule.page_tokens, selected=rule.width(shape.query_heads, pages),
+        itemsize=jnp.dtype(config.model.dtype).itemsize, parameter_bytes=parameter_bytes,
     )  # fmt: skip
     return replace(sizes, prompt_index=False)
 
 
-def _rule(config: Config) -> QuestRule:
+def quest_rule(config: Config) -> QuestRule:
+    """How pages are selected.
+
+    Raises:
+      UserError: the selection of a config is another.
+    """
     quest = config.selection
     if not isinstance(quest, QuestSelection):
         raise UserError("selection.kind: dsa is for models with an indexer of their own; expected quest")

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.state import Cache
+from hisparse_jax.workload import Locality, synthetic_scores
 from pallas_kernels.common import Implementation
 from pallas_kernels.index_scores import quest_scores
 from pallas_kernels.index_topk import index_topk
@@ -111,7 +112,7 @@ def append_key(index: QuestIndex, cache: Cache, layer: Array | int, key: Array) 
 
 def select_pages(
     index: QuestIndex, cache: Cache, layer: Array | int, query: Array, rule: QuestRule,
-    implementation: Implementation = "auto",
+    implementation: Implementation = "auto", workload: Locality | None = None,
 ) -> Selection:  # fmt: skip
     """The pages that each request attends to in this step.
 
@@ -125,20 +126,30 @@ def select_pages(
       query: `[R, G, heads, C]`, rotated.
       rule: how many, and shared or not.
       implementation: of the kernels.
+      workload: a synthetic process whose scores stand for those just computed; for the shared rule.
+    Raises:
+      ValueError: a synthetic process for the lists of heads: how they overlap is not known.
     """
-    choose = _shared if rule.rule == "shared" else _per_query_head
     with jax.named_scope("selection"):
-        return choose(index, cache, layer, query, rule, implementation)
+        if rule.rule == "shared":
+            return _shared(index, cache, layer, query, rule, implementation, workload)
+        if workload is not None:
+            raise ValueError("select_pages: a synthetic workload takes the rule 'shared', got 'per_query_head'")
+        return _per_query_head(index, cache, layer, query, rule, implementation)
 
 
 def _shared(
-    index: QuestIndex, cache: Cache, layer: Array | int, query: Array, rule: QuestRule, implementation: Implementation
-) -> Selection:
+    index: QuestIndex, cache: Cache, layer: Array | int, query: Array, rule: QuestRule, implementation: Implementation,
+    workload: Locality | None,
+) -> Selection:  # fmt: skip
     mean = jnp.mean(query.astype(jnp.float32), axis=2, keepdims=True)
     scores = quest_scores(mean, index.key_min, index.key_max, layer, implementation=implementation)
+    scores = jnp.sum(scores, axis=(1, 2))
+    if workload is not None:
+        scores = synthetic_scores(scores, cache.length, layer, workload, clock=cache.tokens)
     others = jnp.maximum(cache.length - rule.recent_pages, 0)
     wanted = rule.budget_pages - rule.recent_pages
-    best = index_topk(jnp.sum(scores, axis=(1, 2)), others, wanted, implementation=implementation)
+    best = index_topk(scores, others, wanted, implementation=implementation)
     newest = others[:, None] + jnp.arange(rule.recent_pages)[None]
     newest = jnp.where(newest < cache.length[:, None], newest, -1)
     ids = jnp.concatenate([best, newest], axis=1)

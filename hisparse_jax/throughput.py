@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -29,17 +30,20 @@ from hisparse_jax import throughput_report as report
 from hisparse_jax.cache.layout import Layout, Residency
 from hisparse_jax.cache.memory import device_bytes
 from hisparse_jax.cache.state import Cache, create
-from hisparse_jax.config import Config, Mode, SyntheticConfig
+from hisparse_jax.config import Config, DsaSelection, Mode, SyntheticConfig
 from hisparse_jax.decode import DecodeState, compile_decode, place, state_placements
 from hisparse_jax.environment import environment
 from hisparse_jax.errors import UserError
+from hisparse_jax.presets import quest_rule
 from hisparse_jax.run_folder import run_folder
 from hisparse_jax.synthetic import compile_admission, random_index, state_of
 from hisparse_jax.workload import FITTED
+from models.config import GqaConfig
+from models.decoder import QuestDecoder
 from models.dsa import DsaDecoder, DsaOptions
 from models.functional import Functional
 from models.share import rank_parameters, rank_share
-from models.sizes import PUBLISHED
+from models.sizes import Shape, published
 
 RESIDENCY: dict[Mode, Residency] = {"full": "full", "sync": "hisparse", "prefetch": "hisparse", "no_io": "no_io"}
 
@@ -70,6 +74,30 @@ class Programs:
     compile_s: float
 
 
+def decoder(config: Config, shape: Shape, mode: Mode) -> DsaDecoder | QuestDecoder:
+    """The module of a shape as a mode runs it, with initial parameters.
+
+    Raises:
+      UserError: a setting that is another family's.
+    """
+    model, decode, dtype, rngs = config.model, config.decode, jnp.bfloat16, nnx.Rngs(0)
+    keys = model.index_keys or "plain"
+    if isinstance(shape, GqaConfig):
+        rule = quest_rule(config)
+        if rule.rule != "shared":
+            raise UserError(f"selection.rule: synthetic pages are the same for all heads; give shared, not {rule.rule}")
+        if keys != "plain":
+            raise UserError(f"model.index_keys: {keys} is a format of DSA families; {model.published} has page bounds")
+        return QuestDecoder(shape, rule, dtype=dtype, rngs=rngs, implementation=decode.implementation, workload=FITTED)
+    if not isinstance(config.selection, DsaSelection):
+        raise UserError(f"selection.kind: {model.published} has an indexer of its own; expected dsa, got quest")
+    options = DsaOptions(
+        record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=mode == "prefetch",
+        fetch_programs=decode.fetch_programs, workload=FITTED, implementation=decode.implementation,
+    )  # fmt: skip
+    return DsaDecoder(shape, options, dtype=dtype, rngs=rngs)
+
+
 class Share:
     """The simulated share of a model: shape, parameters, functions.
 
@@ -82,36 +110,21 @@ class Share:
     def __init__(self, config: Config) -> None:
         assert config.synthetic is not None
         self.config, self.setting = config, config.synthetic
-        name = str(config.model.published)
-        if name not in PUBLISHED:
-            raise UserError(f"model.published: {name!r} is not known; known: {', '.join(PUBLISHED)}")
-        self.whole = PUBLISHED[name]
+        self.whole = published(str(config.model.published))
         setting = config.synthetic
         try:
-            self.shape = rank_share(self.whole, setting.ranks, setting.first_layer, setting.layers)
+            self.shape: Shape = rank_share(self.whole, setting.ranks, setting.first_layer, setting.layers)
         except ValueError as error:
             raise UserError(f"synthetic: {error}") from error
-        self.models = {mode: Functional(self._abstract(mode)) for mode in setting.modes}
+        self.models = {
+            mode: Functional(nnx.eval_shape(partial(decoder, config, self.shape, mode))) for mode in setting.modes
+        }
         self._admissions: dict[Layout, Any] = {}
         self._compiling = Lock()
 
-    def _options(self, mode: Mode) -> DsaOptions:
-        model, decode = self.config.model, self.config.decode
-        keys = model.index_keys or "plain"
-        return DsaOptions(
-            record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=mode == "prefetch",
-            fetch_programs=decode.fetch_programs, workload=FITTED, implementation=decode.implementation,
-        )  # fmt: skip
-
-    def _abstract(self, mode: Mode) -> DsaDecoder:
-        return nnx.eval_shape(lambda: self._module(mode))
-
-    def _module(self, mode: Mode) -> DsaDecoder:
-        return DsaDecoder(self.shape, self._options(mode), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-
     def parameters(self) -> list[Array]:
         """Random ones, as initialised; modes share them."""
-        return Functional.parameters(self._module(self.setting.modes[0]))
+        return Functional.parameters(decoder(self.config, self.shape, self.setting.modes[0]))
 
     def layout(self, point: Point) -> Layout:
         """The cache of a point. The host pool holds the largest concurrency, so that points can share it.
@@ -120,11 +133,12 @@ class Share:
           UserError: sizes that do not go together.
         """
         cache, records = self.config.cache, self.models[point.mode].records(point.context)
-        per_request = -(-point.context // cache.page_records)
+        longest = -(-point.context // records.record_tokens)
+        per_request = -(-longest // cache.page_records)
         try:
             return Layout(
                 residency=RESIDENCY[point.mode], request_slots=point.requests, context_tokens=point.context,
-                hot_slots=min(cache.hot_slots, point.context), ring_slots=cache.ring_slots,
+                hot_slots=min(cache.hot_slots, max(longest, records.selected)), ring_slots=cache.ring_slots,
                 page_records=cache.page_records, host_pages=per_request * max(self.setting.concurrency),
                 **records._asdict(),
             )  # fmt: skip

@@ -64,7 +64,9 @@ class Locality:
 FITTED = Locality((Noise(0.76, 1.0), Noise(1.34, 6.56), Noise(0.98, 29.94)))
 
 
-def synthetic_scores(scores: Array, length: Array, table: Array | int, locality: Locality = FITTED) -> Array:
+def synthetic_scores(
+    scores: Array, length: Array, table: Array | int, locality: Locality = FITTED, *, clock: Array | None = None
+) -> Array:
     """Scores with a given locality, in place of an indexer's.
 
     ```
@@ -82,6 +84,8 @@ def synthetic_scores(scores: Array, length: Array, table: Array | int, locality:
       length: int32 `[R]`, records including the newest one; what comes after it means nothing. S < 2^24.
       table: int32 scalar.
       locality: the process.
+      clock: int32 `[R]`, the t of noises, one more each step; the length if not given. Records of several tokens need
+        it: their number does not grow with every step.
     Returns:
       float32 `[R, S]`, multiples of 2^-18.
     """
@@ -89,6 +93,7 @@ def synthetic_scores(scores: Array, length: Array, table: Array | int, locality:
     token = jnp.arange(records, dtype=jnp.int32)[None]
     row = jnp.arange(requests, dtype=jnp.uint32)[:, None]
     table = jnp.asarray(table, jnp.int32).astype(jnp.uint32)
+    time = (length if clock is None else clock)[:, None]
     length = length[:, None]
     stream = _mix(_mix(_mix(jnp.uint32(locality.seed)) + table) + row)
     drawn = _mix(stream + token.astype(jnp.uint32))
@@ -102,7 +107,7 @@ def synthetic_scores(scores: Array, length: Array, table: Array | int, locality:
     place = (table * jnp.uint32(_GOLDEN)).astype(jnp.int32) >> jnp.int32(16)
     noise = jnp.int32(0)
     for number, part in enumerate(locality.noises):
-        turn = length.astype(jnp.uint32)
+        turn = time.astype(jnp.uint32)
         if part.steps > 1:  # the lower 16 bits are the part of a turn that has gone by
             phase = drawn << jnp.uint32(number)
             turn = turn * jnp.uint32(round(2**16 / part.steps)) + phase >> jnp.uint32(16)

@@ -51,6 +51,11 @@ class GqaConfig:
     experts_used: int = 0
     renormalise: bool = True
 
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """How many layers share each selection: every layer selects for itself."""
+        return (1,) * self.layers
+
     def token_bytes(self, itemsize: int) -> int:
         """Bytes of the keys and values of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * itemsize

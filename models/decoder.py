@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from hisparse_jax.cache.layout import Address, Layout, Records
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.selection import QuestIndex, QuestRule, Selection, page_bounds, quest_index
+from hisparse_jax.workload import Locality
 from models.backbone import Backbone
 from models.config import GqaConfig
 from models.gqa import QuestAttention
@@ -28,10 +29,13 @@ class Layer(nnx.Module):
     """Attention and MLP, each with its norm and a residual connection."""
 
     def __init__(
-        self, config: GqaConfig, rule: QuestRule, *, dtype: DTypeLike, rngs: nnx.Rngs, implementation: Implementation
-    ) -> None:
+        self, config: GqaConfig, rule: QuestRule, *, dtype: DTypeLike, rngs: nnx.Rngs, implementation: Implementation,
+        workload: Locality | None,
+    ) -> None:  # fmt: skip
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
-        self.attention = QuestAttention(config, rule, dtype=dtype, rngs=rngs, implementation=implementation)
+        self.attention = QuestAttention(
+            config, rule, dtype=dtype, rngs=rngs, implementation=implementation, workload=workload
+        )
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
         if config.experts:
             routing = Routing(config.experts, config.experts_used, "softmax", renormalise=config.renormalise)
@@ -64,17 +68,21 @@ class QuestDecoder(Backbone):
       dtype: type of parameters, arithmetic and stored keys and values.
       rngs: for the initial parameters.
       implementation: of the kernels.
+      workload: see `models.gqa.QuestAttention`.
     """
 
     def __init__(
         self, config: GqaConfig, rule: QuestRule, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs,
-        implementation: Implementation = "auto",
+        implementation: Implementation = "auto", workload: Locality | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.config, self.rule = config, rule
 
         self.layers = nnx.List(
-            [Layer(config, rule, dtype=dtype, rngs=rngs, implementation=implementation) for _ in range(config.layers)]
+            [
+                Layer(config, rule, dtype=dtype, rngs=rngs, implementation=implementation, workload=workload)
+                for _ in range(config.layers)
+            ]
         )
 
     def decode_traced(self, token: Array, cache: Cache) -> tuple[Array, Cache, Selection]:
@@ -100,7 +108,7 @@ class QuestDecoder(Backbone):
         return Records(
             record_tokens=size,
             row_bytes=size * self.config.token_bytes(self.dtype.itemsize),
-            group_sizes=(1,) * self.config.layers,
+            group_sizes=self.config.group_sizes,
             selected=self.rule.width(self.config.query_heads, -(-context_tokens // size)),
         )
 

@@ -15,6 +15,7 @@ from hisparse_jax.cache.layout import Address
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.resolve import resolve
 from hisparse_jax.selection import QuestRule, Selection, append_key, select_pages
+from hisparse_jax.workload import Locality
 from models.config import GqaConfig
 from models.layers import RMSNorm, chunk_attention, linear, rope
 from pallas_kernels.common import Implementation
@@ -33,13 +34,14 @@ class QuestAttention(nnx.Module):
       dtype: type of parameters, arithmetic and stored keys and values.
       rngs: for the initial parameters.
       implementation: of the kernels.
+      workload: a synthetic process that chooses pages instead of their bounds, which are still scored.
     """
 
     def __init__(
         self, config: GqaConfig, rule: QuestRule, *, dtype: DTypeLike, rngs: nnx.Rngs,
-        implementation: Implementation = "auto",
+        implementation: Implementation = "auto", workload: Locality | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.rule, self.implementation = config, rule, implementation
+        self.config, self.rule, self.implementation, self.workload = config, rule, implementation, workload
         queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
         bias = config.qkv_bias
         self.query = linear(config.hidden, queries, bias=bias, dtype=dtype, rngs=rngs)
@@ -70,7 +72,9 @@ class QuestAttention(nnx.Module):
         token = to_words(jnp.stack([key, value], axis=1).reshape(len(x), -1))
         cache = append(cache, address, token)
         cache = cache.replace(index=append_key(cache.index, cache, address.table, key))
-        selection = select_pages(cache.index, cache, address.table, query, self.rule, self.implementation)
+        selection = select_pages(
+            cache.index, cache, address.table, query, self.rule, self.implementation, self.workload
+        )
         resolution, cache = resolve(cache, address, selection.ids, self.implementation)
         out = attend_pages(
             cache, address, resolution, query, selection.head_mask, scale=self.config.head_dim**-0.5, dtype=key.dtype,

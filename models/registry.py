@@ -71,7 +71,7 @@ def open_folder(
     config, source = read_config(folder), SafetensorsFolder(folder)
     if isinstance(config, DsaConfig):
         record, keys = (_stored_type(name, dtype) for name in (records, index_keys or records))
-        options = DsaOptions(record, keys, prefetch, implementation)
+        options = DsaOptions(record, keys, prefetch, implementation=implementation)
         return opened(
             config,
             lambda rngs: DsaDecoder(config, options, dtype=dtype, rngs=rngs),

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hisparse_jax.errors import UserError
 from hisparse_jax.planner import Sizes
 from models.config import GqaConfig
 from models.dsa_config import DsaConfig, Yarn
 from pallas_kernels.row_format import RecordType, index_key_bytes
 
+Shape = DsaConfig | GqaConfig
+
+
+def parameters(shape: Shape) -> int:
+    """How many parameters a decoder has."""
+    return dsa_parameters(shape) if isinstance(shape, DsaConfig) else gqa_parameters(shape)
+
 
 def dsa_parameters(config: DsaConfig) -> int:
-    """How many parameters a decoder has."""
+    """How many parameters a DSA decoder has."""
     heads, hidden = config.heads, config.hidden
     attention = (
         hidden * (config.query_latent + config.latent + config.rope)
@@ -33,6 +41,19 @@ def dsa_parameters(config: DsaConfig) -> int:
         total += attention + 2 * hidden + (indexer if anchor else 0)
         total += 3 * hidden * config.mlp_width if dense else sparse
     return total
+
+
+def gqa_parameters(config: GqaConfig) -> int:
+    """How many parameters a decoder over Quest pages has."""
+    hidden, queries, keys = config.hidden, config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = 2 * hidden * queries + 2 * hidden * keys
+    attention += queries + 2 * keys if config.qkv_bias else 0
+    attention += 2 * config.head_dim if config.qk_norm else 0
+    mlp = 3 * hidden * config.mlp_width
+    if config.experts:
+        mlp = config.experts * (mlp + hidden)  # an expert and its row of the router
+    embedding = config.vocab * hidden * (1 if config.tied_head else 2)
+    return embedding + hidden + config.layers * (attention + mlp + 2 * hidden)
 
 
 def dsa_sizes(
@@ -60,7 +81,7 @@ def gqa_sizes(
     token = config.token_bytes(itemsize)
     return Sizes(
         name=name,
-        group_sizes=(1,) * config.layers,
+        group_sizes=config.group_sizes,
         record_tokens=page_tokens,
         row_bytes=page_tokens * token,
         selected=selected,
@@ -84,7 +105,7 @@ def _glm(layers: int) -> DsaConfig:
 _GLM_51 = _glm(78)
 
 # Shapes as published; the config files themselves are not needed to plan.
-PUBLISHED = {
+PUBLISHED_DSA: dict[str, DsaConfig] = {
     "DeepSeek-V3.2": DsaConfig(
         vocab=129280, hidden=7168, heads=128, query_latent=1536, latent=512, nope=128, rope=64, value=128,
         index_heads=64, index_dim=128, selected=2048, anchors=(True,) * 61,
@@ -98,3 +119,21 @@ PUBLISHED = {
         _GLM_51, anchors=tuple(max(layer - 2, 0) % 4 == 0 for layer in range(78)), rope_theta=8e6, max_tokens=1048576,
     ),
 }  # fmt: skip
+PUBLISHED_GQA: dict[str, GqaConfig] = {
+    "Qwen3-8B": GqaConfig(  # its 131,072 tokens take YaRN, which is not computed here
+        vocab=151936, hidden=4096, layers=36, query_heads=32, kv_heads=8, head_dim=128, mlp_width=12288,
+        rope_theta=1e6, rope_pairing="halves", norm_eps=1e-6, max_tokens=40960, qk_norm=True,
+    ),
+}  # fmt: skip
+PUBLISHED: dict[str, Shape] = {**PUBLISHED_DSA, **PUBLISHED_GQA}
+
+
+def published(name: str) -> Shape:
+    """A published shape.
+
+    Raises:
+      UserError: none of this name is known.
+    """
+    if name not in PUBLISHED:
+        raise UserError(f"model.published: {name!r} is not known; known: {', '.join(PUBLISHED)}")
+    return PUBLISHED[name]

@@ -14,15 +14,15 @@ from hisparse_jax.cache.state import create
 from models.dsa import DsaDecoder, DsaOptions
 from models.dsa_params import dsa_entries
 from models.functional import Functional
-from models.sizes import PUBLISHED, dsa_parameters
+from models.sizes import PUBLISHED_DSA, dsa_parameters
 from tests.dsa_small import State, greedy
 
 CONTEXT, REQUESTS = 131072, 4
 
 
-@pytest.fixture(scope="module", params=PUBLISHED)
+@pytest.fixture(scope="module", params=PUBLISHED_DSA)
 def published(request):
-    shape = PUBLISHED[request.param]
+    shape = PUBLISHED_DSA[request.param]
     options = DsaOptions("bfloat16", "fp8")
     module = nnx.eval_shape(lambda: DsaDecoder(shape, options, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     return shape, Functional(module), nnx.state(module)
