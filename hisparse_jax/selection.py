@@ -143,7 +143,8 @@ def _shared(
     workload: Locality | None,
 ) -> Selection:  # fmt: skip
     mean = jnp.mean(query.astype(jnp.float32), axis=2, keepdims=True)
-    scores = quest_scores(mean, index.key_min, index.key_max, layer, implementation=implementation)
+    with jax.named_scope("index_scores"):
+        scores = quest_scores(mean, index.key_min, index.key_max, layer, implementation=implementation)
     scores = jnp.sum(scores, axis=(1, 2))
     if workload is not None:
         scores = synthetic_scores(scores, cache.length, layer, workload, clock=cache.tokens)
@@ -161,7 +162,8 @@ def _per_query_head(
 ) -> Selection:
     requests, groups, heads, _ = query.shape
     lists, pages = groups * heads, cache.layout.records
-    scores = quest_scores(query, index.key_min, index.key_max, layer, implementation=implementation)
+    with jax.named_scope("index_scores"):
+        scores = quest_scores(query, index.key_min, index.key_max, layer, implementation=implementation)
     others = jnp.maximum(cache.length - rule.recent_pages, 0)
     wanted = rule.budget_pages - rule.recent_pages
     flat = scores.reshape(requests * lists, -1)

@@ -30,11 +30,13 @@ from hisparse_jax import throughput_report as report
 from hisparse_jax.cache.layout import Layout, Residency
 from hisparse_jax.cache.memory import device_bytes
 from hisparse_jax.cache.state import Cache, create
+from hisparse_jax.compiler_options import decode_options
 from hisparse_jax.config import Config, DsaSelection, Mode, SyntheticConfig
 from hisparse_jax.decode import DecodeState, compile_decode, place, state_placements
 from hisparse_jax.environment import environment
 from hisparse_jax.errors import UserError
 from hisparse_jax.presets import quest_rule
+from hisparse_jax.profiling import operation_names, stage_table, stage_us, traced
 from hisparse_jax.run_folder import run_folder
 from hisparse_jax.synthetic import compile_admission, random_index, state_of
 from hisparse_jax.workload import FITTED
@@ -65,12 +67,22 @@ class Point:
 
 @dataclass(frozen=True)
 class Programs:
-    """What a point needs compiled."""
+    """What a point needs compiled.
+
+    Attributes:
+      layout: of its cache.
+      admit: admission of one request.
+      decode: a chunk of steps.
+      first_step: one step, where the first is timed on its own.
+      profiled: the chunk without graphs, for a profile.
+      compile_s: how long all this took.
+    """
 
     layout: Layout
     admit: Any
     decode: Any
     first_step: Any | None
+    profiled: Any | None
     compile_s: float
 
 
@@ -126,12 +138,23 @@ class Share:
         """Random ones, as initialised; modes share them."""
         return Functional.parameters(decoder(self.config, self.shape, self.setting.modes[0]))
 
+    @property
+    def steps(self) -> int:
+        """The most steps that a request decodes: the first, those of all chunks, and one chunk for a profile."""
+        setting, chunk = self.setting, self.config.decode.steps
+        warmups, calls = -(-setting.warmup_steps // chunk), -(-setting.steps // chunk)
+        return 1 + (warmups + calls * setting.repeats + 1) * chunk
+
     def layout(self, point: Point) -> Layout:
         """The cache of a point. The host pool holds the largest concurrency, so that points can share it.
 
         Raises:
           UserError: sizes that do not go together.
         """
+        if point.context <= self.steps:
+            raise UserError(
+                f"synthetic.contexts: {point.context} tokens are no more than the {self.steps} of all steps"
+            )
         cache, records = self.config.cache, self.models[point.mode].records(point.context)
         longest = -(-point.context // records.record_tokens)
         per_request = -(-longest // cache.page_records)
@@ -175,7 +198,7 @@ class Share:
         return size // point.requests
 
 
-def compile_point(share: Share, point: Point, params: list[Array]) -> Programs:
+def compile_point(share: Share, point: Point, params: list[Array], profile: bool = False) -> Programs:
     """Compiles everything of a point; allocates nothing of its size."""
     started, setting, layout = time.perf_counter(), share.setting, share.layout(point)
     model, vocab = share.models[point.mode], share.shape.vocab
@@ -187,14 +210,20 @@ def compile_point(share: Share, point: Point, params: list[Array]) -> Programs:
     )
     implementation = share.config.decode.implementation
 
-    def decode(steps: int) -> Any:
-        compiled = compile_decode(model, state, steps=steps, implementation=implementation)
+    def decode(steps: int, graphs: bool = True) -> Any:
+        options = decode_options(graphs=graphs)
+        compiled = compile_decode(model, state, steps=steps, implementation=implementation, compiler_options=options)
         return compiled.lower(params, state).compile()
 
-    cold = point.requests in setting.cold_concurrency
-    chunk = decode(share.config.decode.steps)
-    return Programs(layout, share.admission(state.cache), chunk, decode(1) if cold else None,
-                    time.perf_counter() - started)  # fmt: skip
+    chunk = share.config.decode.steps
+    return Programs(
+        layout=layout,
+        admit=share.admission(state.cache),
+        decode=decode(chunk),
+        first_step=decode(1) if point.requests in setting.cold_concurrency else None,
+        profiled=decode(chunk, graphs=False) if profile else None,
+        compile_s=time.perf_counter() - started,
+    )
 
 
 def _no_pool(layout: Layout) -> Array:
@@ -217,11 +246,12 @@ class Pool:
             self.array = state.cache.pool
 
 
-def time_point(share: Share, point: Point, programs: Programs, params: list[Array], pool: Pool) -> dict[str, Any]:
-    """Admits, warms up and times one point."""
-    setting, layout, chunk = share.setting, programs.layout, share.config.decode.steps
+def time_point(
+    share: Share, point: Point, programs: Programs, params: list[Array], pool: Pool, profile: Path
+) -> dict[str, Any]:
+    """Admits, warms up and times one point; traces one chunk more into `profile` if that was compiled."""
+    setting, layout, chunk, steps = share.setting, programs.layout, share.config.decode.steps, share.steps
     warmups, calls = -(-setting.warmup_steps // chunk), -(-setting.steps // chunk)
-    steps = (warmups + calls * setting.repeats) * chunk + 1  # and the first
     index = random_index(share.models[point.mode].new_index(layout))
     cache = create(layout, index, pool.lend(layout))
     started = time.perf_counter()
@@ -253,6 +283,11 @@ def time_point(share: Share, point: Point, programs: Programs, params: list[Arra
         step_ms.append(1e3 * (time.perf_counter() - started) / (calls * chunk))
         tokens += [out.token for out in outs]
         counters += [np.asarray(out.counters) for out in outs]
+    if programs.profiled is not None:
+        with traced(profile):
+            state, _ = jax.block_until_ready(programs.profiled(params, state))
+        times = stage_us(profile, operation_names(programs.profiled.as_text()))
+        record["stage_us"] = {stage: us / chunk for stage, us in times.items()}
     pool.take_back(state)
     emitted = np.concatenate([np.asarray(one) for one in tokens])
     misses = _misses(np.concatenate(counters))
@@ -285,13 +320,17 @@ def points(setting: SyntheticConfig, context: int) -> list[Point]:
     return [Point(context, n, mode) for n in sorted(setting.concurrency, reverse=True) for mode in setting.modes]
 
 
-def records(share: Share, params: list[Array], console: Console) -> Iterator[dict[str, Any]]:
-    """Times every point; one that doesn't fit in memory is recorded as such."""
+def records(
+    share: Share, params: list[Array], console: Console, profile: Path | None = None
+) -> Iterator[dict[str, Any]]:
+    """Times every point; one that doesn't fit in memory is recorded as such. Traces go to `profile`, if given."""
     budget = share.cache_budget()["cache_bytes"]
     for context in share.setting.contexts:
         pool, todo = Pool(), points(share.setting, context)
         with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as compilers:
-            compiled: list[Future[Programs]] = [compilers.submit(compile_point, share, one, params) for one in todo]
+            compiled: list[Future[Programs]] = [
+                compilers.submit(compile_point, share, one, params, profile is not None) for one in todo
+            ]
             for future in compiled:  # nothing is timed while the compiler tries kernels out on the same device
                 future.exception()
             for point, future in zip(todo, compiled, strict=True):
@@ -300,8 +339,9 @@ def records(share: Share, params: list[Array], console: Console) -> Iterator[dic
                     "request_bytes": size,
                     "fits_by_rule": size * point.requests <= budget,
                 }
+                folder = (profile or Path()) / f"{context}_tokens_{point.requests}_requests_{point.mode}"
                 try:
-                    record |= time_point(share, point, future.result(), params, pool)
+                    record |= time_point(share, point, future.result(), params, pool, folder)
                 except jax.errors.JaxRuntimeError as error:
                     if "RESOURCE_EXHAUSTED" not in str(error):
                         raise
@@ -310,8 +350,8 @@ def records(share: Share, params: list[Array], console: Console) -> Iterator[dic
                 yield record
 
 
-def run(config: Config, console: Console) -> Path:
-    """Runs a throughput experiment and gives back its run folder.
+def run(config: Config, console: Console, *, profile: bool = False) -> Path:
+    """Runs a throughput experiment and gives back its run folder; with `profile`, traces of each point in it.
 
     Raises:
       UserError: something the user can mend.
@@ -333,10 +373,14 @@ def run(config: Config, console: Console) -> Path:
     console.print(f"{result['simulated']}; {result['label']}.")
     with run_folder(Path(config.runs), config.name) as folder:
         params = share.parameters()
-        for record in records(share, params, console):
+        for record in records(share, params, console, folder.partial / "profile" if profile else None):
             result["points"].append(record)
         result["summary"] = report.summary(result["points"], share.shape.group_sizes)
         report.show(console, result)
+        for context, requests in dict.fromkeys((point["context"], point["requests"]) for point in result["points"]):
+            here = [p for p in result["points"] if (p["context"], p["requests"]) == (context, requests)]
+            if times := {point["mode"]: point["stage_us"] for point in here if "stage_us" in point}:
+                console.print(f"{context} tokens x {requests}", stage_table(times))
         (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         report.plot(folder.partial / "result.png", result)
     console.print(f"written to [bold]{folder.final}[/bold]")
