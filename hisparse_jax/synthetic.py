@@ -33,7 +33,7 @@ def state_of(layout: Layout, cache: Cache, vocab: int, steps: int) -> DecodeStat
 def random_index(index: Any) -> Any:
     """Index state of the same shapes and types, standard normal."""
     leaves, structure = jax.tree.flatten(index)
-    keys = jax.random.split(jax.random.key(_SEED), max(len(leaves), 1))
+    keys = jax.random.split(jax.random.key(_SEED), len(leaves))
 
     @partial(jax.jit, static_argnums=1)
     def make(key: Array, like: jax.ShapeDtypeStruct) -> Array:

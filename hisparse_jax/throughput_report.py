@@ -24,13 +24,18 @@ def line(point: Mapping[str, Any]) -> str:
     )
 
 
+def label(mode: str) -> str:
+    """The name of a mode where its figures are shown."""
+    return "no_io (output invalid)" if mode == "no_io" else mode
+
+
 def summary(points: Points, group_sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Ratios of the modes at every context and concurrency, and peaks of every context.
 
     * `no_io_to_full`: step times at equal batch.
     * `hidden_share`: what prefetch takes off `sync`, over the followers' part of what fetching adds to `no_io`.
     * `of_no_io`: tokens/s of prefetch over those of no_io.
-    * `same_tokens`: whether full, sync and prefetch emitted the same tokens.
+    * `same_tokens`: whether full, sync and prefetch, as many of them as there are, emitted the same tokens.
     * peaks: the highest tokens/s of a mode among the points that fit by the rule, and their ratio to full.
     """
     followers = 1 - len(group_sizes) / sum(group_sizes)
@@ -55,8 +60,9 @@ def _ratios(by_mode: Mapping[str, Mapping[str, Any]], followers: float) -> dict[
     for mode in ("prefetch", "sync"):
         if mode in ms and "no_io" in ms:
             out["of_no_io" if mode == "prefetch" else "sync_of_no_io"] = ms["no_io"] / ms[mode]
-    valid = {point["tokens"] for mode, point in by_mode.items() if mode != "no_io"}
-    out["same_tokens"] = len(valid) <= 1
+    valid = [point["tokens"] for mode, point in by_mode.items() if mode != "no_io"]
+    if len(valid) > 1:
+        out["same_tokens"] = len(set(valid)) == 1
     return out
 
 
@@ -84,7 +90,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     rows = [entry for entry in result["summary"] if "requests" in entry]
     modes = list(dict.fromkeys(mode for entry in rows for mode in entry["step_ms"]))
     fits = {(p["context"], p["requests"], p["mode"]): p["fits_by_rule"] for p in result["points"]}
-    columns = [f"{mode}, ms" for mode in modes]
+    columns = [f"{label(mode)}, ms" for mode in modes]
     table = Table("context", "requests", *columns, "no_io / full", "hidden", "of no_io", "same tokens",
                   title="time per step (synthetic); * does not fit by the rule", title_justify="left")  # fmt: skip
     for entry in rows:
@@ -95,12 +101,14 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
             cells.append("" if ms is None else f"{ms:.3f}{mark}")
         ratios = [entry.get(name) for name in ("no_io_to_full", "hidden_share", "of_no_io")]
         cells += ["" if value is None else f"{value:.3f}" for value in ratios]
-        table.add_row(str(entry["context"]), str(entry["requests"]), *cells, "yes" if entry["same_tokens"] else "NO")
+        same = {True: "yes", False: "NO", None: ""}[entry.get("same_tokens")]
+        table.add_row(str(entry["context"]), str(entry["requests"]), *cells, same)
     console.print(table)
     for entry in result["summary"]:
         for mode, peak in entry.get("peaks", {}).items():
             console.print(
-                f"{entry['context']} tokens, {mode}: {peak['tokens_per_s']:.0f} tokens/s at {peak['requests']} requests"
+                f"{entry['context']} tokens, {label(mode)}: "
+                f"{peak['tokens_per_s']:.0f} tokens/s at {peak['requests']} requests"
             )
         if entry.get("peak_ratio"):
             console.print(f"{entry['context']} tokens: prefetch over full at their peaks: {entry['peak_ratio']:.2f}")
@@ -127,7 +135,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> bool:
                 for p in timed
                 if p["mode"] == mode and p["context"] == context
             )
-            (drawn,) = axes.plot([m[0] for m in mine], [m[1] for m in mine], label=mode)
+            (drawn,) = axes.plot([m[0] for m in mine], [m[1] for m in mine], label=label(mode))
             for requests, rate, fits in mine:
                 axes.plot(requests, rate, "o", color=drawn.get_color(), fillstyle="full" if fits else "none")
         axes.set(title=f"{context} tokens (synthetic)", xlabel="requests of one rank", ylabel="tokens/s", xscale="log")
