@@ -142,7 +142,8 @@ def _shared(
     index: QuestIndex, cache: Cache, layer: Array | int, query: Array, rule: QuestRule, implementation: Implementation,
     workload: Locality | None,
 ) -> Selection:  # fmt: skip
-    mean = jnp.mean(query.astype(jnp.float32), axis=2, keepdims=True)
+    # In the type of the query: the kernel multiplies bfloat16 bounds with bfloat16 queries only.
+    mean = jnp.mean(query.astype(jnp.float32), axis=2, keepdims=True).astype(query.dtype)
     with jax.named_scope("index_scores"):
         scores = quest_scores(mean, index.key_min, index.key_max, layer, implementation=implementation)
     scores = jnp.sum(scores, axis=(1, 2))
