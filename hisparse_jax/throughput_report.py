@@ -97,7 +97,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
         cells = []
         for mode in modes:
             ms = entry["step_ms"].get(mode)
-            mark = "" if fits[entry["context"], entry["requests"], mode] else "*"
+            mark = "*" if not fits.get((entry["context"], entry["requests"], mode)) else ""
             cells.append("" if ms is None else f"{ms:.3f}{mark}")
         ratios = [entry.get(name) for name in ("no_io_to_full", "hidden_share", "of_no_io")]
         cells += ["" if value is None else f"{value:.3f}" for value in ratios]
