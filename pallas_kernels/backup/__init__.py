@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.backup import mosaic_gpu, reference
-from pallas_kernels.common import Implementation, check, choose
+from pallas_kernels.common import Implementation, check, choose, shared
 
 __all__ = ["backup"]
 
 
+@shared("implementation")
 def backup(pool: Array, rows: Array, host_row: Array, *, implementation: Implementation = "auto") -> Array:
     """Copies rows to the host pool: `pool[host_row[n]] = rows[n]`; `host_row` -1 writes nothing.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common import Implementation, check, choose
+from pallas_kernels.common import Implementation, check, choose, shared
 from pallas_kernels.fetch import mosaic_gpu, reference
 from pallas_kernels.fetch.tuning import tuning
 from pallas_kernels.resolve.types import Plan
@@ -14,6 +14,7 @@ from pallas_kernels.resolve.types import Plan
 __all__ = ["fetch"]
 
 
+@shared("rows_per_space", "beside", "programs", "implementation")
 def fetch(
     pool: Array, hot_rows: Array, plan: Plan, base: Array, space: Array | int, group: Array | int, *,
     rows_per_space: int, beside: bool = False, programs: int | None = None, implementation: Implementation = "auto",

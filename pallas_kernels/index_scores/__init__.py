@@ -6,13 +6,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common import Implementation, check, choose
+from pallas_kernels.common import Implementation, check, choose, shared
 from pallas_kernels.index_scores import dsa, mosaic_gpu, reference
 from pallas_kernels.index_scores.dsa import key_scores
 
 __all__ = ["dsa_scores", "key_scores", "msa_scores", "quest_scores"]
 
 
+@shared("implementation")
 def quest_scores(
     query: Array, key_min: Array, key_max: Array, layer: Array | int, *, implementation: Implementation = "auto"
 ) -> Array:
@@ -41,6 +42,7 @@ def quest_scores(
     return reference.quest_scores(query, key_min, key_max, layer)
 
 
+@shared("scale", "implementation")
 def dsa_scores(
     query: Array, weight: Array, keys: Array, key_scale: Array | None, layer: Array | int, *, scale: float,
     length: Array | None = None, implementation: Implementation = "auto",
@@ -79,6 +81,7 @@ def dsa_scores(
     return dsa.dsa_scores(query, weight, keys, key_scale, layer, scale=scale)
 
 
+@shared("block_tokens", "implementation")
 def msa_scores(
     query: Array, keys: Array, layer: Array | int, length: Array, *, block_tokens: int = 128,
     implementation: Implementation = "auto",

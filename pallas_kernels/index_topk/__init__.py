@@ -6,12 +6,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common import Implementation, check, choose
+from pallas_kernels.common import Implementation, check, choose, shared
 from pallas_kernels.index_topk import mosaic_gpu, reference
 
 __all__ = ["index_topk"]
 
 
+@shared("k", "implementation")
 def index_topk(scores: Array, length: Array, k: int, *, implementation: Implementation = "auto") -> Array:
     """The ids of the k largest scores of each row, ascending, padded with -1.
 

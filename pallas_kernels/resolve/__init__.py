@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common import Implementation, check, choose
+from pallas_kernels.common import Implementation, check, choose, shared
 from pallas_kernels.fetch import reference as fetch_reference
 from pallas_kernels.resolve import mosaic_gpu, reference
 from pallas_kernels.resolve.types import Plan, Resolved
@@ -16,6 +16,7 @@ __all__ = ["Plan", "Resolved", "resolve", "resolve_and_fetch"]
 MAX_HOT_SLOTS = 32767  # recency is int16
 
 
+@shared("ring_slots", "page_records", "order", "implementation")
 def resolve(
     selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, table: Array | int, *,
     ring_slots: int, page_records: int, order: reference.Order = reference.hit_first_lru,
@@ -52,6 +53,7 @@ def resolve(
     return reference.resolve(*args, ring_slots=ring_slots, page_records=page_records, order=order)
 
 
+@shared("rows_per_space", "ring_slots", "page_records", "order", "implementation")
 def resolve_and_fetch(
     pool: Array, hot_rows: Array, selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array,
     base: Array, table: Array | int, space: Array | int, group: Array | int, *, rows_per_space: int, ring_slots: int,

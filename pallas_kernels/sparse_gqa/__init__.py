@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels.common import Implementation, check, choose
+from pallas_kernels.common import Implementation, check, choose, shared
 from pallas_kernels.sparse_gqa import mosaic_gpu, reference
 
 __all__ = ["sparse_gqa"]
 
 
+@shared("scale", "dtype", "implementation")
 def sparse_gqa(
     query: Array, hot_rows: Array, group: Array | int, place: Array, visible: Array, head_mask: Array | None = None, *,
     scale: float, dtype: DTypeLike, implementation: Implementation = "auto",

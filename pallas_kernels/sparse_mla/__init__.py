@@ -7,7 +7,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.common import Implementation, check, choose
+from pallas_kernels.common import Implementation, check, choose, shared
 from pallas_kernels.row_format import RecordType, RowFormat
 from pallas_kernels.sparse_mla import mosaic_gpu, reference
 from pallas_kernels.sparse_mla.reference import entry_bytes, read_entries, read_rows
@@ -15,6 +15,7 @@ from pallas_kernels.sparse_mla.reference import entry_bytes, read_entries, read_
 __all__ = ["RowFormat", "entry_bytes", "read_entries", "read_rows", "sparse_entries", "sparse_mla"]
 
 
+@shared("row", "scale", "implementation")
 def sparse_mla(
     query: Array, hot_rows: Array, group: Array | int, place: Array, *, row: RowFormat, scale: float,
     implementation: Implementation = "auto",
@@ -46,6 +47,7 @@ def sparse_mla(
     return run.sparse_mla(query, hot_rows, jnp.asarray(group, jnp.int32), place, row=row, scale=scale)
 
 
+@shared("record", "scale", "implementation")
 def sparse_entries(
     query: Array, hot_rows: Array, group: Array | int, place: Array, window_rows: Array, window_group: Array | int,
     window_place: Array, sink: Array, *, record: RecordType, scale: float, implementation: Implementation = "auto",

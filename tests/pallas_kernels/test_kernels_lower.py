@@ -21,6 +21,7 @@ from pallas_kernels.fetch import fetch
 from pallas_kernels.fetch import mosaic_gpu as fetch_kernel
 from pallas_kernels.fetch.tuning import Tuning as FetchTuning
 from pallas_kernels.fetch.tuning import tuning as fetch_tuning
+from pallas_kernels.index_topk import index_topk
 from pallas_kernels.resolve import arg_specs as resolve_specs
 from pallas_kernels.resolve import mosaic_gpu, resolve, resolve_and_fetch
 from pallas_kernels.resolve.tuning import Tuning
@@ -155,3 +156,13 @@ def test_errors():
     with pytest.raises(ValueError, match="implementation must be one of"):
         resolve(*args, ring_slots=1, page_records=1, implementation="triton")
     assert mosaic_gpu.unsupported(4096, 32767, 1 << 22) is None
+
+
+def test_calls_of_one_shape_share_a_kernel():
+    """A program with many layers holds a kernel once: every lowering of one would be compiled for itself."""
+    scores, length = jax.ShapeDtypeStruct((4, 4096), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def layers(scores, length):
+        return [index_topk(scores, length - layer, 16) for layer in range(3)]
+
+    assert lower_for_cuda(layers, scores, length).count("custom_call @mosaic_gpu") == 1

@@ -167,7 +167,7 @@ def test_resolve_and_fetch_is_resolve_and_then_fetch():
         selected = int32(np.stack([random_selection(rng, int(length), 8) for length in lengths]))
         tables = (selected, lengths, trace.slot_ids, trace.recency, int32(trace.pages))
         want = compiled(4)(*tables, jnp.int32(1))
-        want_rows = then_fetch(pool, hot_rows, want.plan, base, jnp.int32(1), jnp.int32(0))
+        want_rows, _ = then_fetch(pool, hot_rows, want.plan, base, jnp.int32(1), jnp.int32(0))
         got, rows = fused(pool, hot_rows, *tables, base, jnp.int32(1), jnp.int32(1), jnp.int32(0))
         jax.tree.map(same_bits, got, want)
         same_bits(rows, want_rows)
