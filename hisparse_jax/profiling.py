@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import jax
@@ -27,7 +27,7 @@ _NAMED = re.compile(r"%?([\w.\-]+) = .*metadata=\{.*?op_name=\"([^\"]*)\"")
 
 
 @contextlib.contextmanager
-def traced(folder: Path | None) -> Iterator[None]:
+def traced(folder: Path | None) -> Generator[None]:
     """Writes a trace of the block into a folder, for TensorBoard or Perfetto; does nothing without one."""
     if folder is None:
         yield
@@ -43,7 +43,8 @@ def stage_of(op_name: str) -> str:
 
 def operation_names(module_text: str) -> dict[str, str]:
     """From the text of a compiled module: the source name of every instruction that has one."""
-    return dict(match.groups() for match in map(_NAMED.search, module_text.splitlines()) if match)
+    found = map(_NAMED.search, module_text.splitlines())
+    return {match[1]: match[2] for match in found if match}
 
 
 def stage_us(folder: Path, operations: Mapping[str, str]) -> dict[str, float]:
