@@ -150,7 +150,7 @@ class Engine:
         """
         if self._profile is None or self._chunks < 2:
             raise UserError("nothing was profiled: a profile is of the second call of decode.steps steps; decode more")
-        times = stage_us(self._profile, operation_names(self._decode.as_text()))
+        times = stage_us(self._profile, operation_names(self._decode.as_text() or ""))
         return {stage: us / self._steps for stage, us in times.items()}
 
     def _needed(self, request: Request) -> int:
