@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of all tests: two CPU devices, strict promotion, and where the data is."""
+"""Settings of all tests: two CPU devices with four threads, strict promotion, and where the data is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import os
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+
+# The threads of an interpreted kernel wait for each other: with fewer runtime threads than that they would for ever.
+os.environ.setdefault("PJRT_NPROC", "4")
 
 import jax
 import pytest

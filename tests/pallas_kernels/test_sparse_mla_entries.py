@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,6 @@ from pallas_kernels.sparse_mla.tuning import tiles_of, tuning
 from tests.pallas_kernels.attention_cases import MLA_SCALE, OUT_TOLERANCE, agree, entry_case
 from tests.pallas_kernels.kernel_cases import DEVICES, ON_GPU, abstract_gpu, lower_for_cuda, without_races
 
-# Three warpgroups that wait for each other are three threads of the CPU runtime, which has as many as there are cores.
-threads = int(os.environ.get("PJRT_NPROC", "0")) or os.cpu_count() or 1
-with_threads = pytest.mark.skipif(threads < 4, reason="needs 4 cores, or PJRT_NPROC=4 in the environment")
 on_cpu = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
 # A softmax over at most 30 records of 128 numbers; bfloat16 rounds the weights to 8 bits.
 TOLERANCE = {"float32": 3e-6, "bfloat16": OUT_TOLERANCE, "fp8": OUT_TOLERANCE}
@@ -97,10 +93,10 @@ def test_lowers(name, kind):
     "requests, heads, selected, window, parts, change",
     [
         (5, 16, 100, 70, 1, {}),
-        pytest.param(2, 64, 130, 128, 2, {"handed_on": False}, marks=with_threads),
-        pytest.param(2, 64, 130, 128, 5, {"prefetch": True}, marks=with_threads),
+        (2, 64, 130, 128, 2, {"handed_on": False}),
+        (2, 64, 130, 128, 5, {"prefetch": True}),
         (3, 128, 0, 90, 1, {}),
-        pytest.param(3, 24, 70, 0, 2, {}, marks=with_threads),
+        (3, 24, 70, 0, 2, {}),
     ],
 )
 def test_interpreted(requests, heads, selected, window, parts, change):
