@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from hisparse_jax import throughput_report as report
 
+ROOT = Path(report.__file__).parents[1]
 GROUPS = (4, 4)  # three of four layers are followers
 
 
@@ -172,3 +174,17 @@ def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     assert not report.plot(tmp_path / "plot.png", result(list(ALL)))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "where"), [("32k", ""), ("32k_r32", ", second record")])
+def test_the_docs_show_the_records(name, where):
+    """Step times and ratios in the table of docs/throughput.md; summaries are of the points that are there."""
+    text = (ROOT / "docs/throughput.md").read_text()
+    record = json.loads((ROOT / f"benchmarks/results/glm52_prefetch_{name}_nvidia_h200.json").read_text())
+    assert record["label"].startswith("synthetic") and record["config"]["runs"] == "runs"
+    for entry, again in zip(record["summary"], report.summary(record["points"], GROUPS), strict=True):
+        assert again.items() <= entry.items()
+        if "requests" in entry:
+            (row,) = (line for line in text.splitlines() if line.startswith(f"| {entry['requests']}{where} |"))
+            ratios = [entry[key] for key in ("hidden_share", "of_no_io", "no_io_to_full") if key in entry]
+            assert all(f"{figure:.3f}" in row for figure in [*entry["step_ms"].values(), *ratios]), row
