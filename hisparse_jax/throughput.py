@@ -39,12 +39,12 @@ from hisparse_jax.presets import quest_rule
 from hisparse_jax.profiling import operation_names, stage_table, stage_us, traced
 from hisparse_jax.run_folder import run_folder
 from hisparse_jax.synthetic import compile_admission, random_index, state_of
-from hisparse_jax.workload import FITTED
+from hisparse_jax.workload import FITTED, Locality
 from models.config import GqaConfig
 from models.decoder import QuestDecoder
 from models.dsa import DsaDecoder, DsaOptions
 from models.functional import Functional
-from models.share import rank_parameters, rank_share
+from models.share import rank_parameters, rank_share, tables_before
 from models.sizes import Shape, published
 
 RESIDENCY: dict[Mode, Residency] = {"full": "full", "sync": "hisparse", "prefetch": "hisparse", "no_io": "no_io"}
@@ -86,7 +86,7 @@ class Programs:
     compile_s: float
 
 
-def decoder(config: Config, shape: Shape, mode: Mode) -> DsaDecoder | QuestDecoder:
+def decoder(config: Config, shape: Shape, mode: Mode, workload: Locality) -> DsaDecoder | QuestDecoder:
     """The module of a shape as a mode runs it, with initial parameters.
 
     Raises:
@@ -100,12 +100,14 @@ def decoder(config: Config, shape: Shape, mode: Mode) -> DsaDecoder | QuestDecod
             raise UserError(f"selection.rule: synthetic pages are the same for all heads; give shared, not {rule.rule}")
         if keys != "plain":
             raise UserError(f"model.index_keys: {keys} is a format of DSA families; {model.published} has page bounds")
-        return QuestDecoder(shape, rule, dtype=dtype, rngs=rngs, implementation=decode.implementation, workload=FITTED)
+        return QuestDecoder(
+            shape, rule, dtype=dtype, rngs=rngs, implementation=decode.implementation, workload=workload
+        )
     if not isinstance(config.selection, DsaSelection):
         raise UserError(f"selection.kind: {model.published} has an indexer of its own; expected dsa, got quest")
     options = DsaOptions(
         record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=mode == "prefetch",
-        fetch_programs=decode.fetch_programs, workload=FITTED, implementation=decode.implementation,
+        fetch_programs=decode.fetch_programs, workload=workload, implementation=decode.implementation,
     )  # fmt: skip
     return DsaDecoder(shape, options, dtype=dtype, rngs=rngs)
 
@@ -128,15 +130,17 @@ class Share:
             self.shape: Shape = rank_share(self.whole, setting.ranks, setting.first_layer, setting.layers)
         except ValueError as error:
             raise UserError(f"synthetic: {error}") from error
-        self.models = {
-            mode: Functional(nnx.eval_shape(partial(decoder, config, self.shape, mode))) for mode in setting.modes
-        }
+        self.workload = dataclasses.replace(FITTED, first_table=tables_before(self.whole, setting.first_layer))
+        self.models = {mode: Functional(nnx.eval_shape(partial(self._decoder, mode))) for mode in setting.modes}
         self._admissions: dict[Layout, Any] = {}
         self._compiling = Lock()
 
     def parameters(self) -> list[Array]:
         """Random ones, as initialised; modes share them."""
-        return Functional.parameters(decoder(self.config, self.shape, self.setting.modes[0]))
+        return Functional.parameters(self._decoder(self.setting.modes[0]))
+
+    def _decoder(self, mode: Mode) -> DsaDecoder | QuestDecoder:
+        return decoder(self.config, self.shape, mode, self.workload)
 
     @property
     def steps(self) -> int:
@@ -364,7 +368,7 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
         "label": "synthetic: random weights, selections of a random process with a stated locality; times only",
         "config": dataclasses.asdict(config),
         "environment": environment(),
-        "locality": dataclasses.asdict(FITTED),
+        "locality": dataclasses.asdict(share.workload),
         "rule": share.cache_budget(),
         "simulated": f"layers {share.setting.first_layer} to {share.setting.first_layer + share.shape.layers - 1} of "
         f"{share.whole.layers} of {config.model.published}, one rank of {share.setting.ranks}",

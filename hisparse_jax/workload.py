@@ -45,19 +45,24 @@ class Locality:
         `length^(1 / recency_fall)` tokens.
       table_spread: tables differ: noises are up to this share larger or smaller, from 0 to 1.
       seed: another process of the same kind.
+      first_table: added to the numbers of tables: what the first one is called in the whole model if only some of its
+        layers are there.
     """
 
     noises: tuple[Noise, ...]
     recency_fall: float = 2.0
     table_spread: float = 0.4
     seed: int = 0
+    first_table: int = 0
 
     def __post_init__(self) -> None:
         largest = sum(noise.octaves for noise in self.noises) * (1 + self.table_spread)
         if any(noise.octaves < 0 or noise.steps < 1 for noise in self.noises) or largest > _LARGEST:
             raise ValueError(f"noises need octaves >= 0, {_LARGEST} together, and steps >= 1, got {self.noises}")
-        if not (0 < self.recency_fall <= 16 and 0 <= self.table_spread <= 1 and 0 <= self.seed < 2**32):
-            raise ValueError(f"recency_fall in (0, 16], table_spread in [0, 1], seed in [0, 2^32), got {self}")
+        if not (0 < self.recency_fall <= 16 and 0 <= self.table_spread <= 1):
+            raise ValueError(f"recency_fall must be in (0, 16] and table_spread in [0, 1], got {self}")
+        if not (0 <= self.seed < 2**32 and 0 <= self.first_table < 2**31):
+            raise ValueError(f"seed must be in [0, 2^32) and first_table in [0, 2^31), got {self}")
 
 
 # Fitted to miss rates of a trace: `benchmarks/fit_workload.py`, docs/workload.md.
@@ -92,7 +97,7 @@ def synthetic_scores(
     requests, records = scores.shape
     token = jnp.arange(records, dtype=jnp.int32)[None]
     row = jnp.arange(requests, dtype=jnp.uint32)[:, None]
-    table = jnp.asarray(table, jnp.int32).astype(jnp.uint32)
+    table = (jnp.asarray(table, jnp.int32) + jnp.int32(locality.first_table)).astype(jnp.uint32)
     time = (length if clock is None else clock)[:, None]
     length = length[:, None]
     stream = _mix(_mix(_mix(jnp.uint32(locality.seed)) + table) + row)

@@ -53,6 +53,11 @@ def rank_share(config: Shape, ranks: int, first_layer: int = 0, layers: int | No
     )  # fmt: skip
 
 
+def tables_before(config: Shape, layer: int) -> int:
+    """How many layers before this one select for themselves."""
+    return layer if isinstance(config, GqaConfig) else sum(config.anchors[:layer])
+
+
 def rank_parameters(config: Shape, ranks: int) -> int:
     """How many parameters of the whole model one rank has."""
     return parameters(rank_share(config, ranks))

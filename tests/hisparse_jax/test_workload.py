@@ -153,6 +153,11 @@ def test_the_newest_tokens_come_first(length):
     assert (newest[2 : int(length**0.5) - 1] > 0).all() and not newest[int(length**0.5) :].any()
 
 
+def test_some_tables_of_a_model_are_the_same_as_in_the_whole():
+    some = dataclasses.replace(FITTED, first_table=10)
+    same_bits(scores_of(int32(LENGTH), int32(1), locality=some), scores_of(int32(LENGTH), int32(11)))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"noises": (Noise(1.0, 0.5),)}, {"noises": (Noise(-1.0, 1.0),)}, {"noises": (Noise(19.0, 1.0),)},
