@@ -123,10 +123,10 @@ def test_modes_with_valid_output_emit_the_same_tokens(done, timed):
 
 
 def misses_by_hand(request: int, table: int, first: int, steps: int) -> list[int]:
-    """Misses of each step of one request, from its first one on, by the NumPy cache."""
+    """Misses of one request, step by step from its first one, by the NumPy cache; a table lies before the share."""
     trace, lengths = [], range(first, first + steps)
     for length in lengths:
-        scores = synthetic_scores(jnp.zeros((3, 1024)), jnp.full(3, length, jnp.int32), jnp.int32(table))
+        scores = synthetic_scores(jnp.zeros((3, 1024)), jnp.full(3, length, jnp.int32), jnp.int32(1 + table))
         best = np.argsort(-np.asarray(scores)[request, :length], kind="stable")[:64]
         trace.append(np.sort(best).astype(np.int32))
     return oracles.count_misses(

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from models.dsa import DsaDecoder, DsaOptions
-from models.share import rank_parameters, rank_share
+from models.share import rank_parameters, rank_share, tables_before
 from models.sizes import PUBLISHED, dsa_parameters
 
 GLM, V32 = PUBLISHED["GLM-5.2"], PUBLISHED["DeepSeek-V3.2"]
@@ -76,6 +76,12 @@ def test_all_layers_from_the_first_on():
 
 def test_a_vocabulary_that_does_not_divide_is_rounded_up():
     assert rank_share(dataclasses.replace(GLM, vocab=154881), 8).vocab == 19361
+
+
+def test_tables_before_a_layer():
+    """Layers 0 and 1 stand alone, then come groups of four; DeepSeek-V3.2 has a table for each layer."""
+    assert [tables_before(GLM, layer) for layer in (0, 1, 2, 6, 34, 74)] == [0, 1, 2, 3, 10, 20]
+    assert tables_before(V32, 3) == 3
 
 
 def test_parameters_are_those_of_the_module():
