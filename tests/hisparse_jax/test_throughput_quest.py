@@ -56,15 +56,17 @@ def load(*more: str) -> configs.Config:
     return configs.load("qwen3_quest", [*SETTINGS, *more])
 
 
-@functools.partial(jax.jit, static_argnames=("tables", "requests", "steps", "pages", "budget", "clocked"))
-def trace(tables: int, requests: int, steps: int, pages: int, budget: int, first, clocked: bool = True):
+@functools.partial(jax.jit, static_argnames=("tables", "requests", "steps", "pages", "budget", "workload", "clocked"))
+def trace(tables, requests, steps, pages, budget, first, workload=FITTED, clocked=True):
     """Selected pages `[steps, tables * requests, budget]` and lengths, one token a step from `first` tokens on."""
 
     def step(tokens, _):
         length = jnp.full(requests, -(-tokens // PAGE))
         clock = jnp.full(requests, tokens) if clocked else None
         zeros = jnp.zeros((requests, pages))
-        scores = jax.vmap(lambda table: synthetic_scores(zeros, length, table, FITTED, clock=clock))(jnp.arange(tables))
+        scores = jax.vmap(lambda table: synthetic_scores(zeros, length, table, workload, clock=clock))(
+            jnp.arange(tables)
+        )
         lengths = jnp.tile(length, tables)
         best = index_topk(scores.reshape(-1, pages), lengths - RECENT, budget - RECENT)
         newest = lengths[:, None] - RECENT + jnp.arange(RECENT)[None]
@@ -82,11 +84,13 @@ def test_a_run(tmp_path):
     points = {(p["requests"], p["mode"]): p for p in result["points"]}
     assert len(points) == 6 and not any("error" in point for point in points.values())
     share = Share(load())
+    assert share.workload == replace(FITTED, first_table=1)
     for requests in (1, 3):
         full, sync, no_io = (points[requests, mode] for mode in ("full", "sync", "no_io"))
         assert full["tokens"] == sync["tokens"] and full["miss_rate"] == 0
         before = 1 + 16 if requests == 3 else 16  # the first on its own, where it is timed
-        selected, length = trace(2, requests, before + 32, PAGES, BUDGET, int32(CONTEXT - share.steps + 1))
+        begin = int32(CONTEXT - share.steps + 1)
+        selected, length = trace(2, requests, before + 32, PAGES, BUDGET, begin, share.workload)
         missed = np.asarray(replay(selected, length, hot_slots=HOT, ring_slots=RING))[..., 2]
         want = missed[before:].reshape(32, 2, requests).mean(axis=(0, 2)).tolist()
         assert sync["misses_per_table_and_request"] == no_io["misses_per_table_and_request"] == pytest.approx(want)
