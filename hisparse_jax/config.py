@@ -172,9 +172,9 @@ class SyntheticConfig:
     first_layer: Count = 0
     layers: Positive = 8
     ranks: Positive = 8
-    contexts: tuple[Positive, ...] = (32768,)
-    concurrency: tuple[Positive, ...] = (1, 8)
-    modes: tuple[Mode, ...] = ("full", "sync", "prefetch", "no_io")
+    contexts: Annotated[tuple[Positive, ...], Field(min_length=1)] = (32768,)
+    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 8)
+    modes: Annotated[tuple[Mode, ...], Field(min_length=1)] = ("full", "sync", "prefetch", "no_io")
     warmup_steps: Positive = 24
     steps: Positive = 16
     repeats: Positive = 3
@@ -278,7 +278,8 @@ def parse(text: str, origin: str, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{origin}: expected a mapping of sections, got {type(raw).__name__}")
     for override in overrides:
         _override(raw, override)
-    raw = {key: {} if value is None else value for key, value in raw.items()}  # a section left empty
+    # A section left empty has its defaults, but for the one that need not be there.
+    raw = {key: {} if value is None and key != "synthetic" else value for key, value in raw.items()}
     try:
         # Through JSON, whose strict mode takes mappings for dataclasses and lists for tuples, and nothing else.
         config = TypeAdapter(Config).validate_json(json.dumps(raw, default=str))

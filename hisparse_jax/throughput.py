@@ -27,7 +27,7 @@ from jax import Array
 from rich.console import Console
 
 from hisparse_jax import throughput_report as report
-from hisparse_jax.cache.layout import Layout, Residency
+from hisparse_jax.cache.layout import Layout, Residency, gib
 from hisparse_jax.cache.memory import device_bytes
 from hisparse_jax.cache.state import Cache, create
 from hisparse_jax.compiler_options import decode_options
@@ -185,6 +185,11 @@ class Share:
         limit = device_bytes()
         weights = int(rank_parameters(self.whole, setting.ranks) * setting.weight_bytes)
         left = setting.device_share * limit - weights
+        if left <= 0:
+            raise UserError(
+                f"synthetic.ranks: with {setting.ranks} no memory is left for caches: a rank's weights take "
+                f"{gib(weights)} of the {gib(int(setting.device_share * limit))} that may be used; give more ranks"
+            )
         return {
             "device_bytes": limit,
             "device_share": setting.device_share,
@@ -305,6 +310,7 @@ def time_point(
         "fetched_bytes_per_step": float((np.array(misses) * spaces).sum() * layout.row_bytes * point.requests)
         if point.mode in ("sync", "prefetch") else 0.0,
         "tokens": _digest(emitted),
+        "valid_output": point.mode != "no_io",
         "compile_s": programs.compile_s,
     }  # fmt: skip
 

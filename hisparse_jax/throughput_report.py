@@ -36,7 +36,8 @@ def summary(points: Points, group_sizes: Sequence[int]) -> list[dict[str, Any]]:
     * `hidden_share`: what prefetch takes off `sync`, over the followers' part of what fetching adds to `no_io`.
     * `of_no_io`: tokens/s of prefetch over those of no_io.
     * `same_tokens`: whether full, sync and prefetch, as many of them as there are, emitted the same tokens.
-    * peaks: the highest tokens/s of a mode among the points that fit by the rule, and their ratio to full.
+    * peaks: the highest tokens/s of a mode among the points that fit by the rule, and that of prefetch (or, without it,
+      of sync) over that of full.
     """
     followers = 1 - len(group_sizes) / sum(group_sizes)
     out: list[dict[str, Any]] = []
@@ -72,9 +73,8 @@ def _peaks(points: Points) -> dict[str, Any]:
         best = peaks.get(point["mode"])
         if point["fits_by_rule"] and (best is None or point["tokens_per_s"] > best["tokens_per_s"]):
             peaks[point["mode"]] = {"requests": point["requests"], "tokens_per_s": point["tokens_per_s"]}
-    ratio = None
-    if "full" in peaks and "prefetch" in peaks:
-        ratio = peaks["prefetch"]["tokens_per_s"] / peaks["full"]["tokens_per_s"]
+    ours = "prefetch" if "prefetch" in peaks else "sync"
+    ratio = peaks[ours]["tokens_per_s"] / peaks["full"]["tokens_per_s"] if {ours, "full"} <= set(peaks) else None
     return {"peaks": peaks, "peak_ratio": ratio}
 
 
@@ -111,7 +111,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
                 f"{peak['tokens_per_s']:.0f} tokens/s at {peak['requests']} requests"
             )
         if entry.get("peak_ratio"):
-            console.print(f"{entry['context']} tokens: prefetch over full at their peaks: {entry['peak_ratio']:.2f}")
+            console.print(f"{entry['context']} tokens: hisparse over full at their peaks: {entry['peak_ratio']:.2f}")
 
 
 def plot(path: Path, result: Mapping[str, Any]) -> bool:

@@ -70,11 +70,11 @@ def route(logits: Array, bias: Array | None, routing: Routing) -> tuple[Array, A
 
 
 class Experts(nnx.Module):
-    """Routed MLPs, `(silu(x G) * (x U)) D` each. The sum over a token's experts has one order in every program.
+    """Routed MLPs, `(silu(x G) * (x U)) D` each; every expert multiplies every token.
 
-    On the CPU the products are of tokens sorted by expert (`lax.ragged_dot`). XLA has no such product on a GPU: it
-    multiplies every pair of token and choice with every expert under a mask. There each expert multiplies every token
-    once, which takes no longer than reading its weights up to a few hundred tokens.
+    That takes no longer than reading the weights for up to a few hundred tokens, and the sum over a token's experts has
+    one order in every program. `lax.ragged_dot` of tokens sorted by expert would do less arithmetic, but is lowered for
+    CPUs and GPUs as each pair of token and choice times every expert under a mask, which is more.
     """
 
     def __init__(self, experts: int, hidden: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
@@ -85,29 +85,11 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array, chosen: Array, weight: Array) -> Array:
         """Tokens `[T, D]` with experts and weights `[T, used]` to `[T, D]`."""
-        kernels = self.gate[...], self.up[...], self.down[...]
-        return lax.platform_dependent(
-            x, chosen, weight, *kernels, cuda=every_expert, rocm=every_expert, default=sorted_by_expert
-        )
-
-
-def sorted_by_expert(x: Array, chosen: Array, weight: Array, gate: Array, up: Array, down: Array) -> Array:
-    """See `Experts`. Sorting and its inverse are gathers: nothing is added up by index."""
-    tokens, used = chosen.shape
-    order = jnp.argsort(chosen.ravel(), stable=True)
-    sizes = jnp.sum(chosen.reshape(1, -1) == jnp.arange(len(gate))[:, None], axis=1, dtype=jnp.int32)
-
-    def multiply(rows: Array, kernel: Array) -> Array:
-        return lax.ragged_dot(rows, kernel, sizes, precision=precision(x.dtype))
-
-    rows = x[order // used]
-    rows = multiply(nnx.silu(multiply(rows, gate)) * multiply(rows, up), down)
-    rows = rows[jnp.argsort(order)].reshape(tokens, used, -1)
-    return jnp.sum(rows.astype(jnp.float32) * weight[..., None], axis=1).astype(x.dtype)
+        return every_expert(x, chosen, weight, self.gate[...], self.up[...], self.down[...])
 
 
 def every_expert(x: Array, chosen: Array, weight: Array, gate: Array, up: Array, down: Array) -> Array:
-    """See `Experts`. A token's weight is 0 for experts it did not choose, whose outcome is dropped, not multiplied."""
+    """See `Experts`. What an expert makes of a token that did not choose it is dropped, so that it may overflow."""
     taken = chosen[None] == jnp.arange(len(gate))[:, None, None]
     share = jnp.sum(jnp.where(taken, weight[None], 0), axis=2)[..., None]  # [E, T, 1]
 

@@ -344,3 +344,20 @@ def test_random_index_has_the_shapes_and_types_it_is_given():
         assert np.isfinite(values).all() and 0.7 < values.std() < 1.3
     same_bits(made["keys"], random_index(like)["keys"])
     assert random_index(()) == ()
+
+
+@pytest.mark.parametrize("override", ["synthetic.modes=[]", "synthetic.concurrency=[]", "synthetic.contexts=[]"])
+def test_a_run_of_nothing_is_refused(override):
+    with pytest.raises(UserError, match=r"synthetic\.\w+: .*at least 1 item"):
+        configs.load("glm52_prefetch", [override])
+
+
+def test_the_section_can_be_taken_out():
+    assert configs.load("glm52_prefetch", ["synthetic=null", "prompt.text=x"]).synthetic is None
+
+
+def test_too_few_ranks_for_the_weights(monkeypatch):
+    monkeypatch.setattr(throughput, "device_bytes", lambda: 150 * 10**9)
+    share = throughput.Share(configs.load("glm52_prefetch", ["synthetic.ranks=2"]))
+    with pytest.raises(UserError, match=r"synthetic.ranks: with 2 no memory is left for caches.*give more ranks"):
+        share.cache_budget()

@@ -103,6 +103,8 @@ def test_peaks_are_among_the_points_that_fit():
 
 def test_no_ratio_of_peaks_without_both():
     assert report.summary([point("prefetch", 6.0)], GROUPS)[-1]["peak_ratio"] is None
+    both = report.summary([point("sync", 6.0), point("full", 3.0)], (1, 1))
+    assert both[-1]["peak_ratio"] == pytest.approx(0.5)
     nothing_fits = report.summary([point("full", 5.0, fits=False), point("prefetch", 6.0)], GROUPS)[-1]
     assert nothing_fits["peak_ratio"] is None and list(nothing_fits["peaks"]) == ["prefetch"]
 
@@ -141,7 +143,7 @@ def test_what_is_shown():
         ["1024", "16", "12.000*", "11.000"],
     ]
     assert "no_io (output invalid), ms" in text and "synthetic" in text
-    assert "1024 tokens: prefetch over full at their peaks: 0.83" in text
+    assert "1024 tokens: hisparse over full at their peaks: 0.83" in text
 
 
 def test_other_tokens_are_shown():
