@@ -10,7 +10,8 @@ merge of its parts), `loop_us` a call in a jitted loop by the wall clock. `diffe
 reference, and `met` says whether the figure that was asked for was reached.
 
 `python -m benchmarks.bench_attention [--plans mla entries gqa] [--sweep]` writes benchmarks/results/attention_*.jsonl;
-`--sweep` also measures other launches, whose best goes into the tuning files.
+`--sweep` also measures other launches, whose best goes into the tuning files. Those of sparse_mla are other ways of
+converting fp8 rows; for other numbers of parts see benchmarks/results/attention_nvidia_h200_mla_sweep.jsonl.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from pallas_kernels.sparse_mla.tuning import tuning as mla_tuning
 
 CACHE_BYTES, LOOP = 60 << 20, 20
 SLOTS = 64 * 4160  # of every group, so that even one request's rows are far apart
-MLA = ("r64_n64_bf16", "r64_n128_bf16", "r64_n64_fp8", "r64_n128_fp8", "r1_n64_bf16", "r1_n64_fp8", "few_heads")
+# fp8 shapes come right after the bfloat16 ones that they are compared with.
+MLA = ("r64_n64_bf16", "r64_n64_fp8", "r64_n128_bf16", "r64_n128_fp8", "r1_n64_bf16", "r1_n64_fp8", "few_heads")
 ENTRIES = ("c4_r64", "c4_r1", "c128_r64")
 GQA = ("quest_r64", "quest_r64_masked", "quest_r1", "four_kv_heads", "msa_r64", "msa_blocks")
 # Figures to reach: share of the HBM floor, TFLOP/s of the definition, or microseconds.
@@ -156,20 +158,11 @@ def mla(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         base = {"op": "sparse_mla", "name": name, **spec._asdict(), "bytes": size, "flop": flop, **peak}
         chosen = mla_tuning(spec.requests, spec.heads, spec.selected)
         launches = [chosen]
-        if sweep:
-            tiles = -(-spec.selected // 64)
-            for parts in (1, 2, 4, 8, 16, 32):
-                other = Split(parts, -(-tiles // parts))
-                launches += [chosen._replace(split=other)] if other != chosen.split else []
-            launches.append(chosen._replace(prefetch=not chosen.prefetch))
-            if fp8:
-                loaded = chosen._replace(in_place=False, consumer_registers=(232, 168), producer_registers=104)
-                launches += [loaded, loaded._replace(prefetch=True)]
-            registers, producer = ((224, 224), 56) if fp8 else ((240, 240), 24)
-            each = chosen._replace(handed_on=False, consumer_registers=registers, producer_registers=producer)
-            launches.append(each)
-            for own, producer in (((240, 200), 64), ((232, 168), 104)):
-                launches.append(chosen._replace(consumer_registers=own, producer_registers=producer))
+        if sweep and fp8:
+            bits = chosen._replace(convert="bits")
+            ways = [chosen._replace(rolled=True), bits, bits._replace(rolled=True)]
+            launches += [*ways, *(way._replace(prefetch=True) for way in ways)]
+            launches.append(chosen._replace(in_place=False, consumer_registers=(232, 168), producer_registers=104))
         for i, how in enumerate(launches):
             run = functools.partial(mla_kernel.sparse_mla, row=row, scale=0.05, how=how)
             plain = functools.partial(mla_reference.sparse_mla, row=row, scale=0.05) if i == 0 else None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the top-k kernel is launched: derived from sizes, as no launch has been measured yet."""
+"""How the top-k kernel is launched: derived from sizes.
+
+The launches that come of it are measured at the benchmark's shapes (docs/kernels_selection.md), no others.
+"""
 
 from __future__ import annotations
 

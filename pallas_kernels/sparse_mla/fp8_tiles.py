@@ -4,6 +4,10 @@
 `tile[i, :512] = bf16(float32(value) * scale)`, rounded to nearest even as in the reference, then the 64 numbers. There
 are two ways of making one (see `Tuning.in_place`): `copy_fp8_tile` and `convert_fp8_tile`, or `load_fp8_tile` and
 `store_fp8_tile`. Like the words of `tiles`, each has a `jax.numpy` twin under interpretation.
+
+There are two ways of converting a value, too (see `Tuning.convert`), which give the same bits but for the codes 0x7F
+and 0xFF: NaN by "cvt", as in the reference, +-480 times the scale by "bits". `hisparse_jax.records` never makes these
+codes of finite numbers, and of others gives the scale 2^120, by which 480 becomes an infinity.
 """
 
 from __future__ import annotations
@@ -32,8 +36,10 @@ from pallas_kernels.indexed import (
     llvm,
     nvvm,
     positions,
+    scf,
     spread,
 )
+from pallas_kernels.sparse_mla.tuning import Convert
 from pallas_kernels.tiles import _CHUNK, _REF, _ROWS_A_PASS, TILED, _copy_async, _row_address, _tile_places
 
 _SCALED = 128  # values of a record that share a scale
@@ -56,16 +62,39 @@ def _shared(address: Any) -> Any:
     return llvm.inttoptr(llvm.PointerType.get(3), address)
 
 
-def _scaled(word: Any, scale: Any) -> list[Any]:
+def _scaled(word: Any, scale: Any, convert: Convert) -> list[Any]:
     """Four e4m3 times a float32, as two words of two bf16."""
+    values = {"cvt": _by_instructions, "bits": _by_bits}[convert](word)
+    low_high = [[arith.mulf(value, scale) for value in values[i : i + 2]] for i in (0, 2)]
+    pack = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    return [mgpu_utils.inline_ptx(pack, high, low, result_types=_i32()) for low, high in low_high]
+
+
+def _by_instructions(word: Any) -> list[Any]:
+    """Four e4m3 as float32, by way of float16."""
     f32, i16, half2 = ir.F32Type.get(), ir.IntegerType.get_signless(16), ir.VectorType.get((2,), ir.F16Type.get())
     out = []
     for shift in (0, 16):
         two = arith.trunci(i16, arith.shrui(word, _c(shift)))
         halves = mgpu_utils.inline_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", two, result_types=_i32())
         halves = llvm.bitcast(half2, halves)
-        low, high = (arith.mulf(arith.extf(f32, llvm.extractelement(halves, _c(i))), scale) for i in (0, 1))
-        out.append(mgpu_utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=_i32()))
+        out += [arith.extf(f32, llvm.extractelement(halves, _c(i))) for i in (0, 1)]
+    return out
+
+
+def _by_bits(word: Any) -> list[Any]:
+    """Four e4m3 as float32 without conversion instructions.
+
+    A code in the top byte, shifted right by 4 with its sign, has its exponent and mantissa where float32 has the last 4
+    bits of its exponent and the first 3 of its mantissa. Without the copies of the sign that is the value times 2^-120,
+    exactly, also where it is subnormal in either format (so no multiplication here may flush). A scale times 2^120 may
+    overflow, so the value is multiplied by one after the other.
+    """
+    f32, out = ir.F32Type.get(), []
+    for shift in (24, 16, 8, 0):
+        bits = arith.shrsi(arith.shli(word, _c(shift)) if shift else word, _c(4))
+        small = llvm.bitcast(f32, arith.andi(bits, _c(0x87F00000 - (1 << 32))))
+        out.append(arith.mulf(small, arith.constant(f32, 2.0**120)))
     return out
 
 
@@ -128,8 +157,12 @@ def copy_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
     emit(tile, source, items)
 
 
-def convert_fp8_tile(tile: Any, *, latent: int) -> None:
-    """Ends what `copy_fp8_tile` began, once its last group is committed. Of no record, values and scales are zeros."""
+def convert_fp8_tile(tile: Any, *, latent: int, convert: Convert = "cvt", rolled: bool = False) -> None:
+    """Ends what `copy_fp8_tile` began, once its last group is committed. Of no record, values and scales are zeros.
+
+    Args:
+      convert, rolled: see `Tuning`.
+    """
     if interpreting():
         return
 
@@ -137,16 +170,29 @@ def convert_fp8_tile(tile: Any, *, latent: int) -> None:
     def emit(ctx: Any, tile: Any) -> None:
         raw_places, second = _raw_places(tile)
         offsets = [arith.muli(arith.xori(second, _c(i)), _c(8)) for i in (0, 1)]
+        if rolled:
+            mgpu_utils.inline_ptx("cp.async.wait_group 0;", has_side_effects=True)
+            pieces_across = ir.MemRefType(tile.type).shape[1]
+            step = _ROWS_A_PASS // 8 * pieces_across * 1024
+            loop = scf.ForOp(_c(0), _c(step * len(raw_places)), _c(step))
+            with ir.InsertionPoint(loop.body):
+                one_pass(arith.addi(raw_places[0], loop.induction_variable), offsets)
+                scf.yield_([])
+            return
         for number, address in enumerate(raw_places):
             mgpu_utils.inline_ptx(f"cp.async.wait_group {len(raw_places) - 1 - number};", has_side_effects=True)
-            other = arith.xori(address, _c(_CHUNK))
-            scales = [llvm.bitcast(ir.F32Type.get(), word) for word in _load_words(other, 0, latent // _SCALED)]
-            # Lanes with chunk 0 begin with its values, the others with those of chunk 1: no two of 8 lanes, nor of 16,
-            # are in the same banks.
-            raw = [_load_words(arith.addi(address, x), i * 2048, 2) for i in range(len(scales)) for x in offsets]
-            for i, scale in enumerate(scales):
-                for words, to in zip(raw[2 * i : 2 * i + 2], (address, other), strict=True):
-                    _store_chunk([w for word in words for w in _scaled(word, scale)], arith.addi(to, _c(i * 2048)))
+            one_pass(address, offsets)
+
+    def one_pass(address: Any, offsets: list[Any]) -> None:
+        other = arith.xori(address, _c(_CHUNK))
+        scales = [llvm.bitcast(ir.F32Type.get(), word) for word in _load_words(other, 0, latent // _SCALED)]
+        # Lanes with chunk 0 begin with its values, the others with those of chunk 1: no two of 8 lanes, nor of 16,
+        # are in the same banks.
+        raw = [_load_words(arith.addi(address, x), i * 2048, 2) for i in range(len(scales)) for x in offsets]
+        for i, scale in enumerate(scales):
+            for words, to in zip(raw[2 * i : 2 * i + 2], (address, other), strict=True):
+                chunk = [w for word in words for w in _scaled(word, scale, convert)]
+                _store_chunk(chunk, arith.addi(to, _c(i * 2048)))
 
     emit(tile)
 
@@ -190,7 +236,9 @@ def load_fp8_tile(rows: int, source: Any, items: Any, *, item_bytes: int, latent
     return emit(source, items, positions(n))[0]
 
 
-def store_fp8_tile(tile: Any, source: Any, items: Any, words: Array, *, item_bytes: int, latent: int) -> None:
+def store_fp8_tile(
+    tile: Any, source: Any, items: Any, words: Array, *, item_bytes: int, latent: int, convert: Convert = "cvt"
+) -> None:
     """A tile of what `load_fp8_tile` gave; its last 64 columns are copies to wait for by `copies_done`."""
     if interpreting():
         _fp8_records(tile, source, items, latent)
@@ -216,7 +264,8 @@ def store_fp8_tile(tile: Any, source: Any, items: Any, words: Array, *, item_byt
                 one = nvvm.shfl_sync(_c(-1), scale, lane, _c(WARP - 1), nvvm.ShflKind.idx)
                 factor = llvm.bitcast(ir.F32Type.get(), one)
                 for pair, to in zip(raw[2 * i : 2 * i + 2], (address, arith.xori(address, _c(_CHUNK))), strict=True):
-                    _store_chunk([w for word in pair for w in _scaled(word, factor)], arith.addi(to, _c(i * 2048)))
+                    chunk = [w for word in pair for w in _scaled(word, factor, convert)]
+                    _store_chunk(chunk, arith.addi(to, _c(i * 2048)))
 
     emit(tile, source, items, words)
 

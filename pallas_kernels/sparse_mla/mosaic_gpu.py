@@ -169,11 +169,12 @@ def _attend(
             if record != "fp8":
                 tiles.gather_tile(*args, item_bytes=row_bytes)
             else:
-                begin = fp8_tiles.store_fp8_tile if words else fp8_tiles.copy_fp8_tile
+                store = functools.partial(fp8_tiles.store_fp8_tile, convert=how.convert)
+                begin = store if words else fp8_tiles.copy_fp8_tile
                 begin(*args, *words, item_bytes=row_bytes, latent=latent)
 
         def convert(stage: Any) -> None:
-            fp8_tiles.convert_fp8_tile(tile.at[stage], latent=latent)
+            fp8_tiles.convert_fp8_tile(tile.at[stage], latent=latent, convert=how.convert, rolled=how.rolled)
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)

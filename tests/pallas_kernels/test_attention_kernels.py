@@ -46,6 +46,9 @@ def test_sparse_mla_lowers(name, kind):
         ("bfloat16", {"prefetch": True}),
         ("fp8", {"prefetch": True}),
         ("fp8", {"in_place": False, "consumer_registers": (232, 168), "producer_registers": 104}),
+        ("fp8", {"in_place": False, "convert": "bits"}),
+        ("fp8", {"convert": "bits"}),
+        ("fp8", {"convert": "bits", "rolled": True}),
         ("fp8", {"handed_on": False, "consumer_registers": (224, 224), "producer_registers": 56}),
     ],
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hisparse_jax.records import read_rows, write_rows
+from hisparse_jax.records import quantise_latent, read_rows, write_rows
 from pallas_kernels.row_format import RowFormat
 from pallas_kernels.sparse_mla import sparse_mla
 
@@ -79,6 +79,19 @@ def test_halves_merge_by_log_sum_exp():
     merged = jnp.exp(a_lse[:2] - total)[..., None] * a[:2] + jnp.exp(b_lse[:2] - total)[..., None] * b[:2]
     np.testing.assert_allclose(merged, whole[:2], rtol=0, atol=1e-6)
     np.testing.assert_allclose(total, lse[:2], rtol=0, atol=1e-6)
+
+
+def test_codes_of_nan():
+    """Finite latents of any size give none; one that isn't finite has a scale of 2^120 (see `fp8_tiles`)."""
+    bits = np.random.default_rng(0).integers(0, 1 << 32, (200, 512), dtype=np.uint64).astype(np.uint32)
+    latent = bits.view(np.float32)
+    latent = np.where(np.isfinite(latent), latent, np.finfo(np.float32).max)
+    latent = np.ldexp(latent, -(np.arange(200)[:, None] % 140)).astype(np.float32)
+    codes, _ = quantise_latent(jnp.asarray(latent), 128)
+    assert not (np.asarray(codes).view(np.uint8) & 0x7F == 0x7F).any()
+    for value in (np.inf, -np.inf, np.nan):
+        codes, scale = quantise_latent(jnp.full((1, 128), value, jnp.float32), 128)
+        assert (np.asarray(codes).view(np.uint8) & 0x7F == 0x7F).all() and scale[0, 0] >= 2.0**120
 
 
 def test_arguments_are_checked():
