@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from hisparse_jax.cache import memory
-from hisparse_jax.cache.layout import Budget, Layout, Residency
+from hisparse_jax.cache.layout import Budget, Layout, Records, Residency
 from hisparse_jax.config import CacheConfig, Config, QuestSelection
 from hisparse_jax.errors import UserError
 from hisparse_jax.selection import QuestRule
@@ -55,23 +55,39 @@ def model_file(config: Config) -> Path:
 def open_model(config: Config) -> Opened:
     """The model of a config, without its parameters."""
     path, decode = model_file(config), config.decode
-    rule = None
-    if isinstance(config.selection, QuestSelection):
-        quest = config.selection
-        rule = QuestRule(quest.rule, quest.budget_pages, quest.recent_pages, quest.page_tokens)
+    rule = quest_rule(config) if isinstance(config.selection, QuestSelection) else None
     return open_path(
         path, rule=rule, dtype=config.model.dtype, records=config.model.records, index_keys=config.model.index_keys,
-        prefetch=decode.prefetch == "exact", implementation=decode.implementation,
+        prefetch=decode.prefetch == "exact", fetch_programs=decode.fetch_programs, implementation=decode.implementation,
     )  # fmt: skip
 
 
-def make_layout(config: Config, opened: Opened, residency: Residency, context_tokens: int) -> Layout:
+def quest_rule(config: Config) -> QuestRule:
+    """How pages are selected.
+
+    Raises:
+      UserError: the config has another selection.
+    """
+    quest = config.selection
+    if not isinstance(quest, QuestSelection):
+        raise UserError("selection.kind: dsa is for models with an indexer of their own; expected quest")
+    return QuestRule(quest.rule, quest.budget_pages, quest.recent_pages, quest.page_tokens)
+
+
+def make_layout(
+    cache: CacheConfig, records: Records, residency: Residency, context_tokens: int, pool_requests: int | None = None
+) -> Layout:
     """The cache's sizes for one residency.
 
+    Args:
+      cache: its settings.
+      records: what the model stores and selects at this context.
+      residency: which.
+      context_tokens: longest history of a request.
+      pool_requests: requests that the host pool has room for; `cache.host_pages`, or all of this cache, if not given.
     Raises:
       UserError: sizes that do not go together.
     """
-    cache, records = config.cache, opened.model.records(context_tokens)
     longest = math.ceil(context_tokens / records.record_tokens)
     per_request = math.ceil(longest / cache.page_records)
     # Slots beyond the longest history would never be used.
@@ -84,7 +100,9 @@ def make_layout(config: Config, opened: Opened, residency: Residency, context_to
             hot_slots=hot_slots,
             ring_slots=cache.ring_slots,
             page_records=cache.page_records,
-            host_pages=cache.host_pages or per_request * cache.request_slots,
+            host_pages=per_request * pool_requests
+            if pool_requests
+            else cache.host_pages or per_request * cache.request_slots,
             **records._asdict(),
         )
     except ValueError as error:

@@ -34,7 +34,8 @@ class ModelConfig:
       file: the file inside the package.
       sha256: checksum that the file must have, if given.
       dtype: type of parameters, arithmetic and stored records.
-      published: instead of a path: the name of a published shape, which can be planned but not run.
+      published: instead of a path: the name of a published shape, which can be planned, and timed with a `synthetic`
+        section.
       records: how DSA stores a record: plain in `dtype`, or quantised to 8 bits where the family has such a format.
       index_keys: how DSA stores index keys; like records if not given.
     """
@@ -361,7 +362,7 @@ def _impossible(config: Config) -> Iterable[str]:
     """Combinations that can be seen to fail without the model."""
     model, selection, cache, prompt = config.model, config.selection, config.cache, config.prompt
     if sum(given is not None for given in (model.path, model.package, model.published)) != 1:
-        yield "model: give either path or package, or published to plan only"
+        yield "model: give either path or package, or published to plan, or to time with a synthetic section"
     if model.package is not None and model.file is None:
         yield "model.file: missing; it names the file inside model.package"
     if isinstance(selection, QuestSelection):
@@ -393,6 +394,9 @@ def _impossible(config: Config) -> Iterable[str]:
             yield "model.published: missing; synthetic times a published shape"
         if model.records != "plain" or model.dtype != "bfloat16":
             yield "model: synthetic rows are bfloat16; give dtype: bfloat16 and records: plain"
+        odd = sorted(set(config.synthetic.cold_concurrency) - set(config.synthetic.concurrency))
+        if odd:
+            yield f"synthetic.cold_concurrency: {odd} are not among synthetic.concurrency"
         return
     if prompt.source == "text" and not prompt.text.strip():
         yield "prompt.text: empty; give a text, or another prompt.source"

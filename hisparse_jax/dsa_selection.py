@@ -52,11 +52,12 @@ def append_index_key(index: DsaIndex, cache: Cache, anchor: Array | int, key: Ar
     """Writes each active request's newest index key, `[R, D]`."""
     requests = jnp.arange(cache.layout.request_slots)
     token = jnp.where(cache.active, cache.tokens - 1, cache.layout.records)
-    values, scale = store_keys(key, index)
-    keys = index.keys.at[anchor, requests, token].set(values, mode="drop")
-    if scale is None or index.key_scale is None:
-        return DsaIndex(keys, None)
-    return DsaIndex(keys, index.key_scale.at[anchor, requests, token].set(scale, mode="drop"))
+    with jax.named_scope("append"):
+        values, scale = store_keys(key, index)
+        keys = index.keys.at[anchor, requests, token].set(values, mode="drop")
+        if scale is None or index.key_scale is None:
+            return DsaIndex(keys, None)
+        return DsaIndex(keys, index.key_scale.at[anchor, requests, token].set(scale, mode="drop"))
 
 
 def select_tokens(

@@ -4,3 +4,7 @@
 
 class UserError(Exception):
     """Something the user gave is wrong; the message says what was expected, what came and what to do."""
+
+
+class ExpectationError(UserError):
+    """The run went through and did not show what its config expects."""

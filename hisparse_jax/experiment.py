@@ -23,15 +23,11 @@ from hisparse_jax.engine.engine import Engine, Events
 from hisparse_jax.engine.metrics import Metrics
 from hisparse_jax.engine.requests import Completion, Request
 from hisparse_jax.environment import environment
-from hisparse_jax.errors import UserError
+from hisparse_jax.errors import ExpectationError, UserError
 from hisparse_jax.profiling import stage_table
 from hisparse_jax.prompts import prompt_tokens
 from hisparse_jax.run_folder import run_folder
 from models.opened import Opened
-
-
-class ExpectationError(UserError):
-    """The run went through and did not show what its config expects."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,8 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
     request.check(opened.config.vocab, opened.config.max_tokens)
     context = config.cache.context_tokens or len(request.prompt) + request.max_new_tokens
     request.check(opened.config.vocab, context)
-    layouts = {residency: make_layout(config, opened, residency, context) for residency in config.decode.residencies}
+    records = opened.model.records(context)
+    layouts = {name: make_layout(config.cache, records, name, context) for name in config.decode.residencies}
     budgets = {name: make_budget(opened, layout, config.decode.prefill_chunk) for name, layout in layouts.items()}
     if opened.note:
         console.print(f"{opened.note}.")

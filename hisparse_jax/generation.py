@@ -135,7 +135,8 @@ def generate(
     for request in requests:
         request.check(opened.config.vocab, opened.config.max_tokens)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    layout = make_layout(config, opened, residency, config.cache.context_tokens or longest)
+    context = config.cache.context_tokens or longest
+    layout = make_layout(config.cache, opened.model.records(context), residency, context)
     try:
         make_budget(opened, layout, decode.prefill_chunk).check()
     except MemoryError as error:

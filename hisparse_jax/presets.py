@@ -8,12 +8,11 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from hisparse_jax import planner
-from hisparse_jax.assembly import model_file
+from hisparse_jax.assembly import model_file, quest_rule
 from hisparse_jax.checkpoint.gguf import GgufFile
-from hisparse_jax.config import Config, ModelConfig, QuestSelection
+from hisparse_jax.config import Config, ModelConfig
 from hisparse_jax.errors import UserError
 from hisparse_jax.planner import Machine, Plan, Settings, Sizes, memory_bytes
-from hisparse_jax.selection import QuestRule
 from models import gguf_models, registry
 from models.config import GqaConfig
 from models.dsa_config import DsaConfig
@@ -109,18 +108,6 @@ def _gqa(name: str, shape: GqaConfig, config: Config, context_tokens: int | None
         itemsize=jnp.dtype(config.model.dtype).itemsize, parameter_bytes=parameter_bytes,
     )  # fmt: skip
     return replace(sizes, prompt_index=False)
-
-
-def quest_rule(config: Config) -> QuestRule:
-    """How pages are selected.
-
-    Raises:
-      UserError: the selection of a config is another.
-    """
-    quest = config.selection
-    if not isinstance(quest, QuestSelection):
-        raise UserError("selection.kind: dsa is for models with an indexer of their own; expected quest")
-    return QuestRule(quest.rule, quest.budget_pages, quest.recent_pages, quest.page_tokens)
 
 
 def _fewest_devices(sizes: Sizes, machine: Machine) -> int:

@@ -14,55 +14,27 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from rich.console import Console
 
 from hisparse_jax import throughput_report as report
-from hisparse_jax.cache.layout import Layout, Residency, gib
-from hisparse_jax.cache.memory import device_bytes
+from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.state import Cache, create
 from hisparse_jax.compiler_options import decode_options
-from hisparse_jax.config import Config, DsaSelection, Mode, SyntheticConfig
+from hisparse_jax.config import Config
 from hisparse_jax.decode import DecodeState, compile_decode, place, state_placements
 from hisparse_jax.environment import environment
-from hisparse_jax.errors import UserError
-from hisparse_jax.presets import quest_rule
+from hisparse_jax.errors import ExpectationError
 from hisparse_jax.profiling import operation_names, stage_table, stage_us, traced
 from hisparse_jax.run_folder import run_folder
-from hisparse_jax.synthetic import compile_admission, random_index, state_of
-from hisparse_jax.workload import FITTED, Locality
-from models.config import GqaConfig
-from models.decoder import QuestDecoder
-from models.dsa import DsaDecoder, DsaOptions
-from models.functional import Functional
-from models.share import rank_parameters, rank_share, tables_before
-from models.sizes import Shape, published
-
-RESIDENCY: dict[Mode, Residency] = {"full": "full", "sync": "hisparse", "prefetch": "hisparse", "no_io": "no_io"}
-
-
-@dataclass(frozen=True)
-class Point:
-    """One program to time.
-
-    Attributes:
-      context: tokens of every request.
-      requests: R.
-      mode: see `hisparse_jax.config.SyntheticConfig`.
-    """
-
-    context: int
-    requests: int
-    mode: Mode
+from hisparse_jax.simulated import Point, Share, points
+from hisparse_jax.synthetic import random_index, state_of
 
 
 @dataclass(frozen=True)
@@ -84,127 +56,6 @@ class Programs:
     first_step: Any | None
     profiled: Any | None
     compile_s: float
-
-
-def decoder(config: Config, shape: Shape, mode: Mode, workload: Locality) -> DsaDecoder | QuestDecoder:
-    """The module of a shape as a mode runs it, with initial parameters.
-
-    Raises:
-      UserError: a setting that is another family's.
-    """
-    model, decode, dtype, rngs = config.model, config.decode, jnp.bfloat16, nnx.Rngs(0)
-    keys = model.index_keys or "plain"
-    if isinstance(shape, GqaConfig):
-        rule = quest_rule(config)
-        if rule.rule != "shared":
-            raise UserError(f"selection.rule: synthetic pages are the same for all heads; give shared, not {rule.rule}")
-        if keys != "plain":
-            raise UserError(f"model.index_keys: {keys} is a format of DSA families; {model.published} has page bounds")
-        return QuestDecoder(
-            shape, rule, dtype=dtype, rngs=rngs, implementation=decode.implementation, workload=workload
-        )
-    if not isinstance(config.selection, DsaSelection):
-        raise UserError(f"selection.kind: {model.published} has an indexer of its own; expected dsa, got quest")
-    options = DsaOptions(
-        record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=mode == "prefetch",
-        fetch_programs=decode.fetch_programs, workload=workload, implementation=decode.implementation,
-    )  # fmt: skip
-    return DsaDecoder(shape, options, dtype=dtype, rngs=rngs)
-
-
-class Share:
-    """The simulated share of a model: shape, parameters, functions.
-
-    Args:
-      config: an experiment with a synthetic section.
-    Raises:
-      UserError: no such shape, or a share that can't be had.
-    """
-
-    def __init__(self, config: Config) -> None:
-        assert config.synthetic is not None
-        self.config, self.setting = config, config.synthetic
-        self.whole = published(str(config.model.published))
-        setting = config.synthetic
-        try:
-            self.shape: Shape = rank_share(self.whole, setting.ranks, setting.first_layer, setting.layers)
-        except ValueError as error:
-            raise UserError(f"synthetic: {error}") from error
-        self.workload = dataclasses.replace(FITTED, first_table=tables_before(self.whole, setting.first_layer))
-        self.models = {mode: Functional(nnx.eval_shape(partial(self._decoder, mode))) for mode in setting.modes}
-        self._admissions: dict[Layout, Any] = {}
-        self._compiling = Lock()
-
-    def parameters(self) -> list[Array]:
-        """Random ones, as initialised; modes share them."""
-        return Functional.parameters(self._decoder(self.setting.modes[0]))
-
-    def _decoder(self, mode: Mode) -> DsaDecoder | QuestDecoder:
-        return decoder(self.config, self.shape, mode, self.workload)
-
-    @property
-    def steps(self) -> int:
-        """The most steps that a request decodes: the first, those of all chunks, and one chunk for a profile."""
-        setting, chunk = self.setting, self.config.decode.steps
-        warmups, calls = -(-setting.warmup_steps // chunk), -(-setting.steps // chunk)
-        return 1 + (warmups + calls * setting.repeats + 1) * chunk
-
-    def layout(self, point: Point) -> Layout:
-        """The cache of a point. The host pool holds the largest concurrency, so that points can share it.
-
-        Raises:
-          UserError: sizes that do not go together.
-        """
-        if point.context <= self.steps:
-            raise UserError(
-                f"synthetic.contexts: {point.context} tokens are no more than the {self.steps} of all steps"
-            )
-        cache, records = self.config.cache, self.models[point.mode].records(point.context)
-        longest = -(-point.context // records.record_tokens)
-        per_request = -(-longest // cache.page_records)
-        try:
-            return Layout(
-                residency=RESIDENCY[point.mode], request_slots=point.requests, context_tokens=point.context,
-                hot_slots=min(cache.hot_slots, max(longest, records.selected)), ring_slots=cache.ring_slots,
-                page_records=cache.page_records, host_pages=per_request * max(self.setting.concurrency),
-                **records._asdict(),
-            )  # fmt: skip
-        except ValueError as error:
-            raise UserError(f"the cache can't be laid out: {error}") from error
-
-    def admission(self, cache: Cache) -> Any:
-        """The compiled admission of one request; modes of one residency share it."""
-        with self._compiling:
-            if cache.layout not in self._admissions:
-                self._admissions[cache.layout] = compile_admission(cache)
-            return self._admissions[cache.layout]
-
-    def cache_budget(self) -> dict[str, Any]:
-        """The memory for caches by rule: what one rank has beside its weights of the whole model, for these layers."""
-        setting = self.setting
-        limit = device_bytes()
-        weights = int(rank_parameters(self.whole, setting.ranks) * setting.weight_bytes)
-        left = setting.device_share * limit - weights
-        if left <= 0:
-            raise UserError(
-                f"synthetic.ranks: with {setting.ranks} no memory is left for caches: a rank's weights take "
-                f"{gib(weights)} of the {gib(int(setting.device_share * limit))} that may be used; give more ranks"
-            )
-        return {
-            "device_bytes": limit,
-            "device_share": setting.device_share,
-            "rank_weight_bytes_of_the_whole_model": weights,
-            "simulated_layers": self.shape.layers,
-            "all_layers": self.whole.layers,
-            "cache_bytes": int(left * self.shape.layers / self.whole.layers),
-        }
-
-    def request_bytes(self, point: Point) -> int:
-        """Device memory that one request's cache takes."""
-        layout = self.layout(point)
-        index = jax.eval_shape(lambda: self.models[point.mode].new_index(layout))
-        size = sum(layout.device_bytes().values()) + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(index))
-        return size // point.requests
 
 
 def compile_point(share: Share, point: Point, params: list[Array], profile: bool = False) -> Programs:
@@ -260,24 +111,28 @@ def time_point(
 ) -> dict[str, Any]:
     """Admits, warms up and times one point; traces one chunk more into `profile` if that was compiled."""
     setting, layout, chunk, steps = share.setting, programs.layout, share.config.decode.steps, share.steps
-    warmups, calls = -(-setting.warmup_steps // chunk), -(-setting.steps // chunk)
     index = random_index(share.models[point.mode].new_index(layout))
+
+    def admitted(cache: Cache) -> DecodeState:
+        for slot in range(point.requests):
+            cache = programs.admit(cache, np.int32(slot), np.int32(point.context - steps))
+        return jax.block_until_ready(place(state_of(layout, cache, share.shape.vocab, steps)))
+
     cache = create(layout, index, pool.lend(layout))
     started = time.perf_counter()
-    for slot in range(point.requests):
-        cache = programs.admit(cache, np.int32(slot), np.int32(point.context - steps))
-    state = place(state_of(layout, cache, share.shape.vocab, steps))
-    jax.block_until_ready(state)
+    state = admitted(cache)
     record: dict[str, Any] = {"admission_s": time.perf_counter() - started}
 
     tokens = []
     if programs.first_step is not None:
+        state, _ = programs.first_step(params, state)  # loads the program; then everybody is admitted anew
+        state = admitted(state.cache)
         started = time.perf_counter()
         state, out = jax.block_until_ready(programs.first_step(params, state))
         record["first_step_ms"] = 1e3 * (time.perf_counter() - started)
         record["first_step_misses"] = _misses(np.asarray(out.counters))
         tokens.append(out.token)
-    for _ in range(warmups):
+    for _ in range(share.warmup_calls):
         state, out = programs.decode(params, state)
         tokens.append(out.token)
     jax.block_until_ready(state)
@@ -285,11 +140,11 @@ def time_point(
     for _ in range(setting.repeats):
         started = time.perf_counter()
         outs = []
-        for _ in range(calls):
+        for _ in range(share.calls):
             state, out = programs.decode(params, state)
             outs.append(out)
         jax.block_until_ready((state, outs))
-        step_ms.append(1e3 * (time.perf_counter() - started) / (calls * chunk))
+        step_ms.append(1e3 * (time.perf_counter() - started) / (share.calls * chunk))
         tokens += [out.token for out in outs]
         counters += [np.asarray(out.counters) for out in outs]
     if programs.profiled is not None:
@@ -325,11 +180,6 @@ def _digest(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()[:16]
 
 
-def points(setting: SyntheticConfig, context: int) -> list[Point]:
-    """The points of one context, the largest concurrency first: what doesn't fit is known early."""
-    return [Point(context, n, mode) for n in sorted(setting.concurrency, reverse=True) for mode in setting.modes]
-
-
 def records(
     share: Share, params: list[Array], console: Console, profile: Path | None = None
 ) -> Iterator[dict[str, Any]]:
@@ -352,11 +202,10 @@ def records(
                 folder = (profile or Path()) / f"{context}_tokens_{point.requests}_requests_{point.mode}"
                 try:
                     record |= time_point(share, point, future.result(), params, pool, folder)
-                except jax.errors.JaxRuntimeError as error:
-                    if "RESOURCE_EXHAUSTED" not in str(error):
-                        raise
-                    pool, record["error"] = Pool(), "does not fit in memory"
-                console.print(report.line(record))
+                except jax.errors.JaxRuntimeError as error:  # the points before and after it count all the same
+                    full = "RESOURCE_EXHAUSTED" in str(error)
+                    record["error"] = "does not fit in memory" if full else f"failed: {str(error)[:200]}"
+                console.print(report.line(record, share.shape.layers, share.whole.layers))
                 yield record
 
 
@@ -364,12 +213,12 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
     """Runs a throughput experiment and gives back its run folder; with `profile`, traces of each point in it.
 
     Raises:
-      UserError: something the user can mend.
+      UserError: something the user can mend; ExpectationError: modes emitted different tokens.
     """
     share = Share(config)
     for context in share.setting.contexts:
         for point in points(share.setting, context):
-            share.layout(point)
+            share.check(point)
     result: dict[str, Any] = {
         "label": "synthetic: random weights, selections of a random process with a stated locality; times only",
         "config": dataclasses.asdict(config),
@@ -385,6 +234,7 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
         params = share.parameters()
         for record in records(share, params, console, folder.partial / "profile" if profile else None):
             result["points"].append(record)
+            (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         result["summary"] = report.summary(result["points"], share.shape.group_sizes)
         report.show(console, result)
         for context, requests in dict.fromkeys((point["context"], point["requests"]) for point in result["points"]):
@@ -394,4 +244,9 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
         (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         report.plot(folder.partial / "result.png", result)
     console.print(f"written to [bold]{folder.final}[/bold]")
+    failed = [point["error"] for point in result["points"] if point.get("error", "").startswith("failed")]
+    if failed:
+        raise ExpectationError(f"{len(failed)} of {len(result['points'])} points failed, the first with: {failed[0]}")
+    if config.expect.bitwise and any(entry.get("same_tokens") is False for entry in result["summary"]):
+        raise ExpectationError("the modes did not emit the same tokens")
     return folder.final

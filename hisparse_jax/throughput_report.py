@@ -13,14 +13,14 @@ from rich.table import Table
 Points = Sequence[Mapping[str, Any]]
 
 
-def line(point: Mapping[str, Any]) -> str:
-    """One point, as it comes."""
+def line(point: Mapping[str, Any], layers: int, all_layers: int) -> str:
+    """One point, as it comes, of so many of the model's layers."""
     where = f"{point['context']:>7} tokens x {point['requests']:>3} {point['mode']:<8}"
     if "error" in point:
         return f"{where} {point['error']}"
     return (
-        f"{where} {point['step_ms']:8.3f} ms a step, {point['tokens_per_s']:9.1f} tokens/s, "
-        f"misses {point['miss_rate']:6.2%}, compiled in {point['compile_s']:.0f} s"
+        f"{where} {point['step_ms']:8.3f} ms a step, {point['tokens_per_s']:9.1f} tokens/s (with {layers} of "
+        f"{all_layers} layers), misses {point['miss_rate']:6.2%}, compiled in {point['compile_s']:.0f} s"
     )
 
 
@@ -87,6 +87,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
         f"{rule['device_bytes'] / 1e9:.1f} GB - {weights:.1f} GB of weights) "
         f"x {rule['simulated_layers']} / {rule['all_layers']} layers"
     )
+    some = f"{rule['simulated_layers']} of {rule['all_layers']} layers"
     rows = [entry for entry in result["summary"] if "requests" in entry]
     modes = list(dict.fromkeys(mode for entry in rows for mode in entry["step_ms"]))
     fits = {(p["context"], p["requests"], p["mode"]): p["fits_by_rule"] for p in result["points"]}
@@ -108,7 +109,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
         for mode, peak in entry.get("peaks", {}).items():
             console.print(
                 f"{entry['context']} tokens, {label(mode)}: "
-                f"{peak['tokens_per_s']:.0f} tokens/s at {peak['requests']} requests"
+                f"{peak['tokens_per_s']:.0f} tokens/s with {some} at {peak['requests']} requests"
             )
         if entry.get("peak_ratio"):
             console.print(f"{entry['context']} tokens: hisparse over full at their peaks: {entry['peak_ratio']:.2f}")
@@ -126,6 +127,8 @@ def plot(path: Path, result: Mapping[str, Any]) -> bool:
         return False
     timed = [point for point in result["points"] if "step_ms" in point]
     contexts = list(dict.fromkeys(point["context"] for point in timed))
+    rule = result["rule"]
+    ylabel = f"tokens/s with {rule['simulated_layers']} of {rule['all_layers']} layers"
     figure = Figure(figsize=(6 * max(len(contexts), 1), 4), layout="constrained")
     panels = figure.subplots(1, max(len(contexts), 1), squeeze=False)[0]
     for axes, context in zip(panels, contexts, strict=False):
@@ -138,7 +141,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> bool:
             (drawn,) = axes.plot([m[0] for m in mine], [m[1] for m in mine], label=label(mode))
             for requests, rate, fits in mine:
                 axes.plot(requests, rate, "o", color=drawn.get_color(), fillstyle="full" if fits else "none")
-        axes.set(title=f"{context} tokens (synthetic)", xlabel="requests of one rank", ylabel="tokens/s", xscale="log")
+        axes.set(title=f"{context} tokens (synthetic)", xlabel="requests of one rank", ylabel=ylabel, xscale="log")
         axes.legend()
     figure.savefig(path, dpi=110)
     return True

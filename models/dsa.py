@@ -54,7 +54,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DsaOptions:
-    """How a decoder stores and runs; the output depends on the stored types only.
+    """How a decoder stores and runs; the output depends on the stored types and the workload only.
 
     Attributes:
       record: type of stored records.

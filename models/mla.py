@@ -102,7 +102,7 @@ class LatentAttention(nnx.Module):
             nope, query_rope = jnp.split(query, [config.nope], axis=-1)
             latent, key_rope = jnp.split(self.latent_down(x), [config.latent], axis=-1)
             record = write_rows(self.latent_norm(latent), self._rotate(key_rope, position), self.row)
-        return Projected(query_latent, nope, self._rotate(query_rope, position), record)
+            return Projected(query_latent, nope, self._rotate(query_rope, position), record)
 
     def attend(self, cache: Cache, address: Address, resolution: Resolution, projected: Projected) -> Array:
         """One token of each request over the selected records: `[R, D]`."""

@@ -20,7 +20,8 @@ from pallas_kernels.common import Implementation
 
 def open_path(
     path: Path, *, rule: QuestRule | None, dtype: DTypeLike = jnp.float32, records: Records = "plain",
-    index_keys: Records | None = None, prefetch: bool = True, implementation: Implementation = "auto",
+    index_keys: Records | None = None, prefetch: bool = True, fetch_programs: int | None = None,
+    implementation: Implementation = "auto",
 ) -> Opened:  # fmt: skip
     """The model of a checkpoint, without its parameters.
 
@@ -28,7 +29,7 @@ def open_path(
       path: a GGUF file, or a folder with `config.json` and safetensors files; its tokenizer comes along if it has one.
       rule: how pages are selected, for the families that decode with Quest.
       dtype: type of parameters, arithmetic and plain records.
-      records, index_keys, prefetch: of DSA families; see `models.registry.open_folder`.
+      records, index_keys, prefetch, fetch_programs: of DSA families; see `models.registry.open_folder`.
       implementation: of the kernels.
     Raises:
       UserError: it is missing, not supported or not whole, or the settings don't go with its family.
@@ -37,7 +38,7 @@ def open_path(
         tokenizer = from_folder(path) if (path / TOKENIZER_FILE).is_file() else None
         return open_folder(
             path, rule=rule, dtype=dtype, records=records, index_keys=index_keys, prefetch=prefetch,
-            implementation=implementation, tokenizer=tokenizer,
+            fetch_programs=fetch_programs, implementation=implementation, tokenizer=tokenizer,
         )  # fmt: skip
     if not path.exists():
         raise UserError(f"{path} does not exist: give a GGUF file or a Hugging Face folder")

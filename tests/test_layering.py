@@ -15,18 +15,17 @@ PACKAGES = ("pallas_kernels", "hisparse_jax", "models")
 # What puts models, cache and engine together; nothing below may know these.
 COMPOSITION_ROOTS = tuple(
     f"hisparse_jax.{name}"
-    for name in (
-        "assembly",
-        "experiment",
-        "throughput",
-        "verify",
-        "presets",
-        "generation",
-        "cli",
-    )
+    for name in ["assembly", "experiment", "simulated", "throughput", "verify", "presets", "generation", "cli"]
 )
 # Known before anything is allocated, or usable without a backend.
-WITHOUT_JAX = ("hisparse_jax.config", "hisparse_jax.cache.layout", "hisparse_jax.cache.pages", "models.config")
+WITHOUT_JAX = (
+    "hisparse_jax.config",
+    "hisparse_jax.cache.layout",
+    "hisparse_jax.cache.pages",
+    "models.config",
+    "models.share",
+    "models.sizes",
+)
 MEMORY_HOME = "hisparse_jax/cache/memory.py"
 MEMORY_WORDS = {"pinned_host", "unpinned_host", "memory_kind", "memory_space", "Space", "HOST", "HOST_KIND"}
 

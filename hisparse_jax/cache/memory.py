@@ -19,7 +19,7 @@ HOST_KIND, DEVICE_KIND = "pinned_host", "device"
 _DEFAULT_PINNED_GB = 64  # what the GPU host allocator takes unless the variable below is set
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_DEVICE_SHARE = "0.75"  # of the device's memory that is lent unless the variable below is set
-_DEVICE_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_DEVICE_SHARES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the new name and the old one
 
 
 def sharding(host: bool) -> SingleDeviceSharding:
@@ -53,11 +53,18 @@ def device_limit() -> int | None:
 
 
 def device_bytes() -> int:
-    """Memory of the default device: what its allocator lends is a share of it."""
+    """Memory of the default device: what its allocator lends is a share of it.
+
+    Raises:
+      RuntimeError: a device that doesn't say.
+    """
     limit = device_limit()
+    if limit is None and not device_is_host():
+        raise RuntimeError("the device does not say how much memory it has: its allocator must be the default one")
     if limit is None:
         return psutil.virtual_memory().total
-    return int(limit / float(os.environ.get(_DEVICE_SHARE, _DEFAULT_DEVICE_SHARE)))
+    shares = [os.environ[name] for name in _DEVICE_SHARES if name in os.environ]
+    return int(limit / float([*shares, _DEFAULT_DEVICE_SHARE][0]))
 
 
 def device_is_host() -> bool:

@@ -196,12 +196,12 @@ class Engine:
         running = [(slot, taken.number) for slot, taken in enumerate(self._slots) if taken is not None]
         if all(self.completions[number].finish for _, number in running):
             return
-        started = time.perf_counter()
         with traced(self._profile if self._chunks == 1 else None):
+            started = time.perf_counter()
             self._state, out = jax.block_until_ready(self._decode(self._params, self._state))
+            self.metrics.decode_s += time.perf_counter() - started
         self._chunks += 1
         tokens, counters = np.asarray(out.token), np.asarray(out.counters)
-        self.metrics.decode_s += time.perf_counter() - started
         busy = (tokens >= 0).any(axis=1)
         self.metrics.counters.extend(counters[busy])
         self.metrics.decode_tokens += int((tokens >= 0).sum())

@@ -273,7 +273,7 @@ def test_a_default_cache_is_no_larger_than_the_longest_history(tmp_path: Path, d
     config = parse(
         CONFIG.format(path=write(tmp_path / "model.gguf", data), residency="hisparse"), "test", ["cache.hot_slots=4096"]
     )
-    layout = make_layout(config, open_model(config), "hisparse", 100)
+    layout = make_layout(config.cache, open_model(config).model.records(100), "hisparse", 100)
     assert layout.hot_slots == 13  # pages of 8 tokens
 
 

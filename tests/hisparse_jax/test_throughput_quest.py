@@ -104,12 +104,12 @@ def test_a_run(tmp_path):
 
 
 def test_a_profile(tmp_path):
-    small = load(f"runs={tmp_path}", "synthetic.modes=[sync]", "synthetic.concurrency=[1]", "synthetic.layers=1")
+    small = load(f"runs={tmp_path}", "synthetic.modes=[sync]", "synthetic.concurrency=[3]", "synthetic.layers=1")
     folder = throughput.run(small, Console(quiet=True), profile=True)
     (point,) = json.loads((folder / "result.json").read_text())["points"]
     assert sum(point["stage_us"].values()) > 0
     assert {"index_scores", "resolve", "attention", "mlp"} <= set(point["stage_us"])
-    assert any((folder / f"profile/{CONTEXT}_tokens_1_requests_sync").rglob("*.xplane.pb"))
+    assert any((folder / f"profile/{CONTEXT}_tokens_3_requests_sync").rglob("*.xplane.pb"))
 
 
 def test_the_layout_counts_pages():

@@ -153,10 +153,11 @@ def test_other_tokens_are_shown():
 
 
 def test_a_line_as_it_comes():
-    assert " ".join(report.line(ALL[2]).split()) == (
-        "1024 tokens x 8 prefetch 6.000 ms a step, 1333.3 tokens/s, misses 12.50%, compiled in 2 s"
+    assert " ".join(report.line(ALL[2], 8, 78).split()) == (
+        "1024 tokens x 8 prefetch 6.000 ms a step, 1333.3 tokens/s (with 8 of 78 layers), misses 12.50%, compiled in "
+        "2 s"
     )
-    assert report.line(FAILED).endswith("full     does not fit in memory")
+    assert report.line(FAILED, 8, 78).endswith("full     does not fit in memory")
 
 
 @pytest.mark.parametrize("points", [list(ALL), [*ALL, FAILED, point("sync", 12.0, context=2048, fits=False)], [FAILED]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the selection lower for CUDA, and "auto" leaves them alone until a GPU has proved them."""
+"""The kernels of the selection lower for CUDA, and "auto" takes them where they can run."""
 
 from __future__ import annotations
 
