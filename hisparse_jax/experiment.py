@@ -209,7 +209,7 @@ def _figures(outcome: Outcome) -> dict[str, Any]:
         "prefill_tokens": metrics.prefill_tokens,
         "decode_s": metrics.decode_s,
         "decode_tokens": metrics.decode_tokens,
-        "decode_tokens_per_s": _json_float(metrics.tokens_per_s),
+        "decode_tokens_per_s": None if outcome.stage_us else _json_float(metrics.tokens_per_s),  # not while profiled
         "stage_us": outcome.stage_us,
     }
 

@@ -142,6 +142,8 @@ def test_auto_takes_the_kernels():
     mla = functools.partial(sparse_mla.sparse_mla, *case.args(), scale=1.0)
     gqa = functools.partial(sparse_gqa.sparse_gqa, *pages.args(), scale=1.0)
     assert "mosaic_gpu" in lower_for_cuda(lambda: mla(row=case.row))
+    fp8 = mla_case("fp8", 2, 16, 4)
+    assert "mosaic_gpu" not in lower_for_cuda(lambda: sparse_mla.sparse_mla(*fp8.args(), row=fp8.row, scale=1.0))
     assert "mosaic_gpu" in lower_for_cuda(lambda: gqa(dtype=jnp.bfloat16))
     with abstract_gpu(), pytest.raises(ValueError, match=r"bfloat16 records, got float32"):
         gqa(dtype=jnp.float32, implementation="mosaic_gpu")
