@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of a follower's fetch beside compute, in the decode chunk of one selection group of GLM-5.2.
+
+A fetch takes multiprocessors from the matmuls beside it, and what it has under way on the link is what every other
+access to host memory, the launch of the next kernel too, waits behind. Too little under way, and it comes late. Which
+launch hides most is measured here, at every concurrency beside the step without IO and the one that fetches just
+before each attention, in the same run.
+
+`python -m benchmarks.bench_prefetch [--requests 8 16 32] [--launches 2,8,8 ...]` (programs, warpgroups, loads in
+flight) writes benchmarks/results/prefetch_*.jsonl; the best goes into `fetch_beside` of `pallas_kernels/tuned`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import common
+from hisparse_jax.config import load
+from hisparse_jax.simulated import Point, Share
+from hisparse_jax.throughput import Pool, compile_point, time_point
+from pallas_kernels import common as kernels
+from pallas_kernels.fetch.tuning import Tuning
+
+LAUNCHES = ("2,8,8", "2,8,4", "2,8,2", "1,8,8", "1,8,4", "4,4,4", "16,1,4")
+CONTEXT = 32768
+COLUMNS = ("requests", "mode", "how", "in_flight_kib", "step_ms", "hidden_share", "of_no_io", "same_tokens")
+
+
+def records(requests: list[int], launches: list[Tuning], preset: str) -> Iterator[dict[str, Any]]:
+    """The step time of every mode and launch at every concurrency."""
+    settings = (f"contexts=[{CONTEXT}]", f"concurrency={requests}", "layers=4", "cold_concurrency=[]")
+    share = Share(load(preset, [f"synthetic.{setting}" for setting in settings]))
+    followers = 1 - len(share.shape.group_sizes) / share.shape.layers
+    params, pool = share.parameters(), Pool()
+    table = kernels._tuned_table(jax.devices()[0].device_kind)["fetch_beside"]
+
+    def timed(count: int, mode: Any) -> dict[str, Any]:
+        jax.clear_caches()  # the launch is no argument of what is traced
+        point = Point(CONTEXT, count, mode)
+        record = time_point(share, point, compile_point(share, point, params), params, pool, Path())
+        kept = ("step_ms", "step_ms_samples", "miss_rate", "tokens")
+        return {"requests": count, "mode": mode} | {name: record[name] for name in kept}
+
+    for count in requests:
+        no_io, sync = timed(count, "no_io"), timed(count, "sync")
+        yield from (no_io, sync)
+        io_ms = followers * (sync["step_ms"] - no_io["step_ms"])
+        for how in launches:
+            table["choices"] = [{"span_bytes_at_most": 1 << 62, "how": how._asdict()}]
+            record = timed(count, "prefetch")
+            yield record | {
+                "how": how._asdict(),
+                "in_flight_kib": how.programs * how.threads * how.in_flight * 128 * 16 / 1024,
+                "hidden_share": (sync["step_ms"] - record["step_ms"]) / io_ms,
+                "of_no_io": no_io["step_ms"] / record["step_ms"],
+                "same_tokens": record["tokens"] == sync["tokens"],
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", nargs="*", type=int, default=[8, 16, 32])
+    parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads in flight")
+    parser.add_argument("--preset", default="glm52_prefetch")
+    parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
+    options = parser.parse_args()
+    launches = [Tuning(*map(int, launch.split(","))) for launch in options.launches]
+    environment, done = common.environment(), []
+    device = environment["device"].lower().replace(" ", "_")
+    for record in records(options.requests, launches, options.preset):
+        done.append(record | environment)
+        common.write_records(f"{options.out}/prefetch_{device}.jsonl", done)
+    common.print_table(done, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
