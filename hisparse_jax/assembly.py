@@ -7,12 +7,9 @@ import dataclasses
 import hashlib
 import importlib.util
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 
 from hisparse_jax.cache import memory
 from hisparse_jax.cache.layout import Budget, Layout, Records, Residency
@@ -112,16 +109,11 @@ def make_layout(
 
 def make_budget(opened: Opened, layout: Layout, chunk: int) -> Budget:
     """What a run needs and what there is."""
-
-    def size(make: Callable[[], Any]) -> int:
-        leaves = jax.tree.leaves(jax.eval_shape(make))
-        return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
     device = {
         "parameters": opened.parameter_bytes,
         **layout.device_bytes(),
-        "index": size(lambda: opened.model.new_index(layout)),
-        "prefill scratch": size(lambda: opened.model.new_scratch(layout, chunk)),
+        "index": memory.tree_bytes(jax.eval_shape(lambda: opened.model.new_index(layout))),
+        "prefill scratch": memory.tree_bytes(jax.eval_shape(lambda: opened.model.new_scratch(layout, chunk))),
     }
     return Budget(
         device=device,

@@ -18,7 +18,7 @@ from jax import Array
 
 from hisparse_jax.assembly import make_layout, quest_rule
 from hisparse_jax.cache.layout import Layout, Residency, gib
-from hisparse_jax.cache.memory import device_bytes, host_limit
+from hisparse_jax.cache.memory import device_bytes, host_limit, tree_bytes
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.config import Config, DsaSelection, Mode, SyntheticConfig
 from hisparse_jax.errors import UserError
@@ -186,5 +186,4 @@ class Share:
         """Device memory that one request's cache takes."""
         layout = self.layout(point)
         index = jax.eval_shape(lambda: self.models[point.mode].new_index(layout))
-        size = sum(layout.device_bytes().values()) + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(index))
-        return size // point.requests
+        return (sum(layout.device_bytes().values()) + tree_bytes(index)) // point.requests

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from hisparse_jax.cache.admission import admit
 from hisparse_jax.cache.layout import Layout
@@ -34,13 +35,13 @@ def random_index(index: Any) -> Any:
     """Index state of the same shapes and types, standard normal."""
     leaves, structure = jax.tree.flatten(index)
     keys = jax.random.split(jax.random.key(_SEED), len(leaves))
+    random = [_normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, random)
 
-    @partial(jax.jit, static_argnums=1)
-    def make(key: Array, like: jax.ShapeDtypeStruct) -> Array:
-        return jax.random.normal(key, like.shape, jnp.bfloat16).astype(like.dtype)
 
-    like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    return jax.tree.unflatten(structure, [make(key, leaf) for key, leaf in zip(keys, like, strict=True)])
+@partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 
 def random_rows(space: Array, request: Array, layout: Layout) -> Array:

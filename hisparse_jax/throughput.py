@@ -29,10 +29,11 @@ from hisparse_jax.cache.state import Cache, create
 from hisparse_jax.compiler_options import decode_options
 from hisparse_jax.config import Config
 from hisparse_jax.decode import DecodeState, compile_decode, place, state_placements
+from hisparse_jax.engine.metrics import MISSES, Metrics
 from hisparse_jax.environment import environment
 from hisparse_jax.errors import ExpectationError
 from hisparse_jax.profiling import operation_names, stage_table, stage_us, traced
-from hisparse_jax.run_folder import run_folder
+from hisparse_jax.run_folder import RunFolder, run_folder
 from hisparse_jax.simulated import Point, Share, points
 from hisparse_jax.synthetic import random_index, state_of
 
@@ -154,16 +155,16 @@ def time_point(
         record["stage_us"] = {stage: us / chunk for stage, us in times.items()}
     pool.take_back(state)
     emitted = np.concatenate([np.asarray(one) for one in tokens])
-    misses = _misses(np.concatenate(counters))
-    spaces = np.array(layout.group_sizes)
+    counted = np.concatenate(counters)
+    metrics, misses = Metrics(layout.tables, list(counted)), _misses(counted)
+    fetched = metrics.fetched_bytes(layout.row_bytes, layout.group_sizes) if point.mode in ("sync", "prefetch") else 0
     return record | {
         "step_ms": float(np.median(step_ms)),
         "step_ms_samples": step_ms,
         "tokens_per_s": 1e3 * point.requests / float(np.median(step_ms)),
         "misses_per_table_and_request": misses,
         "miss_rate": float(np.mean(misses)) / layout.selected,
-        "fetched_bytes_per_step": float((np.array(misses) * spaces).sum() * layout.row_bytes * point.requests)
-        if point.mode in ("sync", "prefetch") else 0.0,
+        "fetched_bytes_per_step": fetched / len(counted),
         "tokens": _digest(emitted),
         "valid_output": point.mode != "no_io",
         "compile_s": programs.compile_s,
@@ -172,7 +173,7 @@ def time_point(
 
 def _misses(counters: np.ndarray) -> list[float]:
     """Misses of each table, the mean over steps and requests."""
-    return counters[..., 2].mean(axis=(0, 2)).tolist()
+    return counters[..., MISSES].mean(axis=(0, 2)).tolist()
 
 
 def _digest(tokens: np.ndarray) -> str:
@@ -209,6 +210,11 @@ def records(
                 yield record
 
 
+def _write(folder: RunFolder, result: dict[str, Any]) -> None:
+    """What there is so far, so that a run that is killed leaves it behind."""
+    (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def run(config: Config, console: Console, *, profile: bool = False) -> Path:
     """Runs a throughput experiment and gives back its run folder; with `profile`, traces of each point in it.
 
@@ -234,14 +240,14 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
         params = share.parameters()
         for record in records(share, params, console, folder.partial / "profile" if profile else None):
             result["points"].append(record)
-            (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            _write(folder, result)
         result["summary"] = report.summary(result["points"], share.shape.group_sizes)
         report.show(console, result)
         for context, requests in dict.fromkeys((point["context"], point["requests"]) for point in result["points"]):
             here = [p for p in result["points"] if (p["context"], p["requests"]) == (context, requests)]
             if times := {point["mode"]: point["stage_us"] for point in here if "stage_us" in point}:
                 console.print(f"{context} tokens x {requests}", stage_table(times))
-        (folder.partial / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        _write(folder, result)
         report.plot(folder.partial / "result.png", result)
     console.print(f"written to [bold]{folder.final}[/bold]")
     failed = [point["error"] for point in result["points"] if point.get("error", "").startswith("failed")]

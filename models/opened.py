@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import jax
-import numpy as np
 from flax import nnx
 from jax import Array
 
+from hisparse_jax.cache.memory import tree_bytes
 from hisparse_jax.checkpoint.load import Entry, Source, load_parameters
 from hisparse_jax.tokenizer import Tokenizer
 from models.functional import Functional
@@ -55,8 +54,7 @@ class Opened:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters in the type they run in."""
-        leaves = jax.tree.leaves(self.abstract)
-        return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        return tree_bytes(self.abstract)
 
     @property
     def note(self) -> str:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,11 @@ def stays_on_host(value: Array) -> Array:
 
 def is_on_host(value: Array) -> bool:
     return value.sharding.memory_kind == HOST_KIND
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a pytree, which may be abstract."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def device_limit() -> int | None:
