@@ -10,8 +10,8 @@ merge of its parts), `loop_us` a call in a jitted loop by the wall clock. `diffe
 reference, and `met` says whether the figure that was asked for was reached.
 
 `python -m benchmarks.bench_attention [--plans mla entries gqa] [--sweep]` writes benchmarks/results/attention_*.jsonl;
-`--sweep` also measures other launches, whose best goes into the tuning files. Those of sparse_mla are other ways of
-converting fp8 rows; for other numbers of parts see benchmarks/results/attention_nvidia_h200_mla_sweep.jsonl.
+`--sweep` also measures other launches, whose best goes into the tuning files; for other numbers of parts of sparse_mla
+see benchmarks/results/attention_nvidia_h200_mla_sweep.jsonl.
 """
 
 from __future__ import annotations
@@ -158,11 +158,9 @@ def mla(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         base = {"op": "sparse_mla", "name": name, **spec._asdict(), "bytes": size, "flop": flop, **peak}
         chosen = mla_tuning(spec.requests, spec.heads, spec.selected)
         launches = [chosen]
-        if sweep and fp8:
-            bits = chosen._replace(convert="bits")
-            ways = [chosen._replace(rolled=True), bits, bits._replace(rolled=True)]
-            launches += [*ways, *(way._replace(prefetch=True) for way in ways)]
-            launches.append(chosen._replace(in_place=False, consumer_registers=(232, 168), producer_registers=104))
+        if sweep:
+            launches += [chosen._replace(ahead=0), chosen._replace(handed_on=False)]
+            launches.append(chosen._replace(consumer_registers=(232, 168), producer_registers=104))
         for i, how in enumerate(launches):
             run = functools.partial(mla_kernel.sparse_mla, row=row, scale=0.05, how=how)
             plain = functools.partial(mla_reference.sparse_mla, row=row, scale=0.05) if i == 0 else None
@@ -198,7 +196,7 @@ def entries(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
             tiles = tiles_of(spec.selected) + tiles_of(spec.window)
             splits = [Split(parts, -(-tiles // parts)) for parts in (1, 2, 3, 5, tiles)]
             launches += [chosen._replace(split=other) for other in splits if other != chosen.split]
-            launches.append(chosen._replace(prefetch=not chosen.prefetch))
+            launches.append(chosen._replace(ahead=1 - chosen.ahead))
         for i, how in enumerate(launches):
             run = functools.partial(mla_kernel.sparse_entries, scale=0.05, how=how)
             plain = functools.partial(mla_reference.sparse_entries, record="bfloat16", scale=0.05)
@@ -227,16 +225,10 @@ def gqa(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         chosen = gqa_tuning(spec.requests, spec.kv_heads, tokens, spec.masked)
         launches = [chosen]
         if sweep:
-            for consumers, stages, processors in (
-                (1, 2, 132),
-                (1, 3, 132),
-                (1, 6, 132),
-                (2, 2, 132),
-                (2, 3, 264),
-                (1, 3, 264),
-            ):
-                part = split(spec.requests * spec.kv_heads // consumers, tokens, processors=processors)
-                launches.append(chosen._replace(split=part, consumers=consumers, stages=stages))
+            launches.append(chosen._replace(ahead=chosen.stages - 1))
+            for consumers, stages in ((1, 3), (1, 6), (2, 3)):
+                part = split(spec.requests * spec.kv_heads // consumers, tokens)
+                launches.append(chosen._replace(split=part, consumers=consumers, stages=stages, ahead=stages - 2))
         for i, how in enumerate(launches):
             run = functools.partial(gqa_kernel.sparse_gqa, scale=0.1, how=how)
             plain = functools.partial(gqa_reference.sparse_gqa, scale=0.1, dtype=jnp.dtype(jnp.bfloat16))

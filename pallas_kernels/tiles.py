@@ -23,7 +23,6 @@ from pallas_kernels.indexed import (
     _block_lane,
     _c,
     _compare,
-    _elements,
     _emit,
     _i32,
     _load,
@@ -31,7 +30,6 @@ from pallas_kernels.indexed import (
     interpreting,
     ir,
     llvm,
-    spread,
 )
 
 _REF = plgpu.RefType()
@@ -74,28 +72,6 @@ def _copy_async(to_address: Any, from_address: Any, take: Any, to_offset: int, f
     mgpu_utils.inline_ptx(copy, to_address, from_address, take, has_side_effects=True)
 
 
-def prefetch_rows(source: Any, rows: Array, row_bytes: int) -> None:
-    """Asks for rows of `source` to be in the L2 cache soon, one for each lane, none where it is negative.
-
-    Args:
-      rows: int32 `[128]` in registers.
-      row_bytes: a row is asked for by its lines of 128 bytes (in bulk it would be one lane after the other).
-    """
-    if interpreting():
-        return
-    (n,) = rows.shape
-
-    @_emit((_REF, spread(n)))
-    def emit(ctx: Any, source: Any, rows: Any) -> None:
-        for row in _elements(rows):
-            with mgpu.when(_compare("sge", row, _c(0))):
-                address = _row_address(source, row, row_bytes, _c(0))
-                for byte in (*range(0, row_bytes - 16, 128), row_bytes - 16):
-                    mgpu_utils.inline_ptx(f"prefetch.global.L2 [$0+{byte}];", address, has_side_effects=True)
-
-    emit(source, rows)
-
-
 def gather_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, offset: Array | int = 0) -> None:
     """`tile[i] = bytes of source at item items[i]`, zeros where that is negative; a copy to wait for by `copies_done`.
 
@@ -136,31 +112,33 @@ def gather_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, offset: 
 
 def commit_copies() -> None:
     """The copies this lane has begun since the last call are one group."""
-    if interpreting():
-        return
+    _lane_does("cp.async.commit_group;")
 
-    @_emit(())
-    def emit(ctx: Any) -> None:
-        mgpu_utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
-    emit()
+def wait_copies(but: int = 0) -> None:
+    """All groups of copies that this lane has begun, but for the last `but`, are there for this lane."""
+    _lane_does(f"cp.async.wait_group {but};")
 
 
 def copies_done(but: int = 0) -> None:
     """All groups of copies but the last `but` are there for the tensor cores too, whichever lane began them."""
+    wait_copies(but)
+    plgpu.commit_smem()
+
+
+def _lane_does(instruction: str) -> None:
     if not interpreting():
 
         @_emit(())
         def emit(ctx: Any) -> None:
-            mgpu_utils.inline_ptx(f"cp.async.wait_group {but};", has_side_effects=True)
+            mgpu_utils.inline_ptx(instruction, has_side_effects=True)
 
         emit()
-    plgpu.commit_smem()
 
 
 def produce(
-    count: int, stages: int, copy: Callable[..., None], locate: Callable[[Any], None], *, ready: Any,
-    consumed: Any, load: Callable[[Any], Any] | None = None, finish: Callable[[Any], None] | None = None,
+    count: int, stages: int, copy: Callable[[Any, Any], None], locate: Callable[[Any], None], *, ahead: int,
+    ready: Any, consumed: Any, finish: Callable[[Any], None] | None = None,
 ) -> None:  # fmt: skip
     """The producer's loop over a ring of `stages` tiles: copies run ahead of the consumers.
 
@@ -169,43 +147,39 @@ def produce(
       stages: tiles in shared memory, at least 2.
       copy: starts the copies of a tile, given its number and its stage.
       locate: finds what the tile of a number consists of; called one tile ahead, and once past the last one.
+      ahead: tiles whose copies begin before the consumers get this one, at most `stages - 1`. With fewer, they get it
+        as soon as it is there; with that many, a stage must be consumed first, and copies have the longest time.
       ready: barriers `[stages]`, arrived at when a tile is there.
       consumed: barriers `[stages]`, waited for before a tile is overwritten, and all of them in the end.
-      load: loads a tile of this number before its stage is free; what it gives back `copy` gets as a third argument.
-        Then `locate` is called before the stage is free, too, so a ring of what it finds must be one longer.
-      finish: ends what `copy` began, given its stage; then no copies run ahead of it.
+      finish: ends what `copy` began, given its stage, once this lane's copies are there.
     """
-    lag = 0 if load or finish else stages - 2  # tiles whose copies may still be on their way when the next one begins
 
     def one(number: Any, _: Any) -> Any:
         stage = lax.rem(number, jnp.int32(stages))
-        loaded = ()
-        if load:
-            loaded = (load(number),)
+
+        @pl.when(number < count)
+        def _begin() -> None:
+            @pl.when(number >= stages)
+            def _wait() -> None:
+                plgpu.barrier_wait(consumed.at[stage])
+
+            copy(number, stage)
             locate(number + 1)
 
-        @pl.when(number >= stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(consumed.at[stage])
-
-        copy(number, stage, *loaded)
         commit_copies()
-        if not load:
-            locate(number + 1)
+        wait_copies(ahead)
+        done = lax.rem(number + (stages - ahead), jnp.int32(stages))
         if finish:
-            finish(stage)
-        copies_done(lag)
+            pl.when(number >= ahead)(lambda: finish(done))
+        plgpu.commit_smem()
 
-        @pl.when(number >= lag)
+        @pl.when(number >= ahead)
         def _arrive() -> None:
-            plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
+            plgpu.barrier_arrive(ready.at[done])
 
         return _
 
-    lax.fori_loop(0, count, one, jnp.int32(0))
-    for number in range(max(0, count - lag), count):
-        copies_done(count - 1 - number)
-        plgpu.barrier_arrive(ready.at[number % stages])
+    lax.fori_loop(0, count + ahead, one, jnp.int32(0))
     for number in range(max(0, count - stages), count):  # leaves no phase unobserved
         plgpu.barrier_wait(consumed.at[number % stages])
 

@@ -123,7 +123,7 @@ def sparse_gqa(
                             offset=(first_head + (own + offset)) * head_bytes,
                         )  # fmt: skip
 
-            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
+            tiles.produce(part_tiles, stages, copy, locate, ahead=how.ahead, ready=ready, consumed=consumed)
 
         def consume(own: int) -> None:
             def one(number: Any, state: Any) -> Any:

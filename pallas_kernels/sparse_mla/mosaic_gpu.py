@@ -114,8 +114,7 @@ def _attend(
     head_programs = head_tiles(heads)
     own_heads = heads // head_programs
     columns = latent // CONSUMERS
-    loaded = record == "fp8" and not how.in_place
-    rings = stages + 1 + loaded
+    rings = stages + 1
     query = query.astype(jnp.bfloat16)
     # Each of the rows, how many there are, and the tiles they begin and end at.
     counts = [each.place.shape[1] for each in rows]
@@ -137,25 +136,19 @@ def _attend(
         def locate(number: Any) -> None:
             """Slots of the records of a tile, -1 where there is none, into its place in the ring."""
             lane, found = indexed.positions(indexed.LANES), []
-            for each, rows_ref, place_ref, count, begin in zip(rows, row_refs, place_refs, counts, begins, strict=True):
+            for each, place_ref, count, begin in zip(rows, place_refs, counts, begins, strict=True):
                 at = (part * part_tiles + number - begin) * TOKENS + lane
                 wanted = (lane < TOKENS) & (at < count)
                 wanted = wanted & (at >= 0) if begin else wanted
                 slot = indexed.gather(place_ref, jnp.where(wanted, at, -1))
                 found.append(jnp.minimum(slot, each.hot_rows.shape[1] - 1))
-                if how.prefetch:
-                    tiles.prefetch_rows(rows_ref, found[-1], row_bytes)
             slot = functools.reduce(jnp.maximum, found)  # of all but one of the rows it is -1
             indexed.scatter(items.at[lax.rem(number, jnp.int32(rings))], jnp.where(lane < TOKENS, lane, -1), slot)
 
-        def load(number: Any) -> Any:
-            ring = items.at[lax.rem(number, jnp.int32(rings))]
-            return fp8_tiles.load_fp8_tile(TOKENS, row_refs[0], ring, item_bytes=row_bytes, latent=latent)
-
-        def copy(number: Any, stage: Any, *words: Any) -> None:
+        def copy(number: Any, stage: Any) -> None:
             ring = lax.rem(number, jnp.int32(rings))
             if len(rows) == 1:
-                copy_from(row_refs[0], ring, stage, *words)
+                copy_from(row_refs[0], ring, stage)
                 return
             for i, rows_ref in enumerate(row_refs):
                 at = part * part_tiles + number
@@ -164,17 +157,15 @@ def _attend(
                     here = here & (at < ends[i])
                 pl.when(here)(functools.partial(copy_from, rows_ref, ring, stage))
 
-        def copy_from(rows_ref: Any, ring: Any, stage: Any, *words: Any) -> None:
+        def copy_from(rows_ref: Any, ring: Any, stage: Any) -> None:
             args = (tile.at[stage], rows_ref, items.at[ring])
-            if record != "fp8":
-                tiles.gather_tile(*args, item_bytes=row_bytes)
+            if record == "fp8":
+                fp8_tiles.copy_fp8_tile(*args, item_bytes=row_bytes, latent=latent)
             else:
-                store = functools.partial(fp8_tiles.store_fp8_tile, convert=how.convert)
-                begin = store if words else fp8_tiles.copy_fp8_tile
-                begin(*args, *words, item_bytes=row_bytes, latent=latent)
+                tiles.gather_tile(*args, item_bytes=row_bytes)
 
         def convert(stage: Any) -> None:
-            fp8_tiles.convert_fp8_tile(tile.at[stage], latent=latent, convert=how.convert, rolled=how.rolled)
+            fp8_tiles.convert_fp8_tile(tile.at[stage], latent=latent)
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
@@ -183,10 +174,10 @@ def _attend(
             locate(jnp.int32(0))
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
-            more: dict[str, Any] = {}
-            if record == "fp8":
-                more = {"load": load} if loaded else {"finish": convert}
-            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed, **more)
+            finish = convert if record == "fp8" else None
+            tiles.produce(
+                part_tiles, stages, copy, locate, ahead=how.ahead, ready=ready, consumed=consumed, finish=finish
+            )
 
         def shown_in(number: Any) -> Callable[[], Array]:
             def shown() -> Array:

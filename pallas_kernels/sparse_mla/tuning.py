@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pallas_kernels.online_softmax import HEADS, TOKENS, Split, split
-
-Convert = Literal["cvt", "bits"]
 
 
 class Tuning(NamedTuple):
@@ -19,12 +17,7 @@ class Tuning(NamedTuple):
       handed_on: whether one consumer computes the weights for both.
       consumer_registers, producer_registers: of a lane, multiples of 8. Together they must not exceed 504, which is
         what three warpgroups start with: more, and a consumer waits for registers for ever.
-      in_place: whether fp8 rows are copied as they are into their tile and converted there; otherwise they are loaded
-        into registers before their tile is free, for which the producer needs 104.
-      convert: how e4m3 becomes float32: "cvt" is by the instruction for it, "bits" by integer operations and a
-        multiplication more, the same bits but for the codes of NaN (see `fp8_tiles`).
-      rolled: whether a tile is converted in place by a loop over its four passes of 16 rows, of a quarter of the code.
-      prefetch: whether the rows of the next tile are asked for in the L2 cache as soon as their slots are known.
+      ahead: tiles whose copies begin before the consumers get the tile before, fewer than `stages`.
     """
 
     split: Split
@@ -32,10 +25,7 @@ class Tuning(NamedTuple):
     handed_on: bool = True
     consumer_registers: tuple[int, int] = (240, 176)
     producer_registers: int = 88
-    in_place: bool = True
-    convert: Convert = "cvt"
-    rolled: bool = False
-    prefetch: bool = False
+    ahead: int = 1
 
 
 def head_tiles(heads: int) -> int:
