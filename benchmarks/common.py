@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import platform
 import subprocess
 import time
@@ -21,6 +20,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hisparse_jax.environment import commit
 from pallas_kernels import indexed
 from pallas_kernels.fetch import mosaic_gpu as fetch_kernel
 from pallas_kernels.fetch.tuning import Tuning as FetchTuning
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
         "driver": shell("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "commit": os.environ.get("COMMIT") or shell("git", "rev-parse", "--short", "HEAD") or None,
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,9 +166,7 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.perf_counter()
     result = record(search(options.evaluations) if options.evaluations else FITTED)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result |= {"wall_s": round(time.perf_counter() - begin, 1), "commit": commit.stdout.strip(),
-               "environment": environment()}  # fmt: skip
+    result |= {"wall_s": round(time.perf_counter() - begin, 1), "environment": environment()}
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for line in result["fit"]:
         print(*(f"{key} {line[key]}" for key in ("rule", "hot_slots", "target", "misses", "residual")))

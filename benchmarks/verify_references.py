@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 from pathlib import Path
 
 from hisparse_jax.environment import environment
@@ -23,7 +22,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     lines = []
     for name in FOLDERS:
         report = verify(DATA / name)
@@ -36,7 +34,6 @@ def main() -> None:
                 "selections": sum(result.selections for result in report.results),
                 "bitwise": all(result.bitwise for result in report.results),
                 "cases": [dataclasses.asdict(result) for result in report.results],
-                "commit": commit.stdout.strip(),
                 "environment": environment(),
             }
         )
