@@ -157,6 +157,9 @@ Mode = Literal["full", "sync", "prefetch", "no_io"]
 class SyntheticConfig:
     """Decoding of a published shape, timed with random weights and synthetic selections: docs/throughput.md.
 
+    Settings of other sections that play no part then must not be given: of a prompt, the number of requests, their
+    length and residencies.
+
     Attributes:
       first_layer: the first layer that is simulated; it must select for itself.
       layers: how many are.
@@ -289,7 +292,7 @@ def parse(text: str, origin: str, overrides: Sequence[str] = ()) -> Config:
         config = TypeAdapter(Config).validate_json(json.dumps(raw, default=str))
     except ValidationError as error:
         raise UserError(f"{origin}: {'; '.join(_problems(error))}") from None
-    problems = list(_impossible(config))
+    problems = [*_impossible(config), *(_idle(raw) if config.synthetic is not None else ())]
     if problems:
         raise UserError(f"{origin}: {'; '.join(problems)}")
     return config
@@ -403,3 +406,29 @@ def _impossible(config: Config) -> Iterable[str]:
         return
     if prompt.source == "text" and not prompt.text.strip():
         yield "prompt.text: empty; give a text, or another prompt.source"
+
+
+# Settings that play no part in timing a published shape, and what to do. `hisparse plan` reads decode.prefill_chunk.
+_TAKE_OUT = "take it out"
+_IDLE = {
+    "model.file": _TAKE_OUT,
+    "model.sha256": _TAKE_OUT,
+    "cache.request_slots": "give synthetic.concurrency",
+    "cache.context_tokens": "give synthetic.contexts, or --context-tokens to plan",
+    "cache.host_pages": f"{_TAKE_OUT}, the host pool holds the largest synthetic.concurrency",
+    **{f"prompt.{item.name}": f"{_TAKE_OUT}, nothing is asked" for item in dataclasses.fields(PromptConfig)},
+    "decode.residencies": "give synthetic.modes",
+    "decode.max_new_tokens": "give synthetic.steps",
+    "decode.stop": f"{_TAKE_OUT}, no request stops",
+    "decode.prefetch": "give synthetic.modes",
+    "expect.misses": f"{_TAKE_OUT}, misses are recorded",
+}
+
+
+def _idle(raw: Mapping[str, Any]) -> Iterable[str]:
+    """Settings that are given and play no part beside a `synthetic` section; null is as good as not given."""
+    for path, remedy in _IDLE.items():
+        section, key = path.split(".")
+        value = raw.get(section, {}).get(key)
+        if value is not None:
+            yield f"{path}: expected none beside a synthetic section, got {value!r}; {remedy}"

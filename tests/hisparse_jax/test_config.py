@@ -74,6 +74,64 @@ def test_what_is_wrong_is_named(override: str, says: str) -> None:
     assert says in str(error.value)
 
 
+SYNTHETIC = """
+name: timed
+model: {published: GLM-5.2, dtype: bfloat16, records: plain, index_keys: fp8}
+selection: {kind: dsa}
+cache: {hot_slots: 4096, ring_slots: 64, page_records: 64}
+decode: {steps: 8, prefill_chunk: 512, implementation: auto, fetch_programs: 2}
+expect: {bitwise: true}
+runs: here
+synthetic: {contexts: [32768]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("cache.request_slots=1", "got 1; give synthetic.concurrency"),  # the default, but given
+        ("cache.context_tokens=4096", "got 4096; give synthetic.contexts, or --context-tokens to plan"),
+        ("cache.host_pages=7", "got 7; take it out, the host pool holds the largest synthetic.concurrency"),
+        ("prompt.source=random", "got 'random'; take it out, nothing is asked"),
+        ("prompt.text=''", "got ''; take it out"),
+        ("prompt.file=a.txt", "got 'a.txt'; take it out"),
+        ("prompt.tokens=9", "got 9; take it out"),
+        ("prompt.seed=0", "got 0; take it out"),
+        ("prompt.question=why", "got 'why'; take it out"),
+        ("prompt.chat=false", "got False; take it out"),
+        ("decode.residencies=[full]", "got ['full']; give synthetic.modes"),
+        ("decode.max_new_tokens=64", "got 64; give synthetic.steps"),
+        ("decode.stop=false", "got False; take it out, no request stops"),
+        ("decode.prefetch=off", "got 'off'; give synthetic.modes"),
+        ("expect.misses=false", "got False; take it out, misses are recorded"),
+        ("model.file=a.gguf", "got 'a.gguf'; take it out"),
+        ("model.sha256=abc", "got 'abc'; take it out"),
+    ],
+)
+def test_what_a_synthetic_section_leaves_idle_is_refused(override: str, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        configs.parse(SYNTHETIC, "test", [override])
+    path = override.partition("=")[0]
+    assert f"{path}: expected none beside a synthetic section, {says}" in str(error.value)
+    overrides = ["synthetic=null", "prompt.text=x", "prompt.file=x", "prompt.tokens=9", override]
+    if path != "prompt.text":  # an empty one is refused anyway
+        assert configs.parse(SYNTHETIC, "test", overrides).synthetic is None
+
+
+def test_what_a_synthetic_section_leaves_idle_may_be_null() -> None:
+    overrides = ["prompt=null", "cache.context_tokens=null", "cache.host_pages=null", "model.file=null"]
+    assert configs.parse(SYNTHETIC, "test", overrides) == configs.parse(SYNTHETIC, "test")
+
+
+def test_all_idle_settings_are_named_at_once() -> None:
+    with pytest.raises(UserError) as error:
+        configs.parse(
+            SYNTHETIC, "test", ["cache.request_slots=2", "decode.stop=true", "synthetic.cold_concurrency=[7]"]
+        )
+    for path in ("cache.request_slots: ", "decode.stop: ", "synthetic.cold_concurrency: "):
+        assert path in str(error.value)
+
+
 def test_a_section_left_empty_has_its_defaults() -> None:
     assert configs.parse(MINIMAL + "cache:\n", "test", ["cache.ring_slots=9"]).cache.ring_slots == 9
     assert configs.parse(MINIMAL + "cache:\n", "test").cache == configs.CacheConfig()
