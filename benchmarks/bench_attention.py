@@ -159,8 +159,8 @@ def mla(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         chosen = mla_tuning(spec.requests, spec.heads, spec.selected)
         launches = [chosen]
         if sweep:
-            launches += [chosen._replace(ahead=0), chosen._replace(handed_on=False)]
-            launches.append(chosen._replace(consumer_registers=(232, 168), producer_registers=104))
+            launches.append(chosen._replace(handed_on=False))
+            launches.append(chosen._replace(consumer_registers=(240, 176), producer_registers=88))
         for i, how in enumerate(launches):
             run = functools.partial(mla_kernel.sparse_mla, row=row, scale=0.05, how=how)
             plain = functools.partial(mla_reference.sparse_mla, row=row, scale=0.05) if i == 0 else None
@@ -196,7 +196,6 @@ def entries(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
             tiles = tiles_of(spec.selected) + tiles_of(spec.window)
             splits = [Split(parts, -(-tiles // parts)) for parts in (1, 2, 3, 5, tiles)]
             launches += [chosen._replace(split=other) for other in splits if other != chosen.split]
-            launches.append(chosen._replace(ahead=1 - chosen.ahead))
         for i, how in enumerate(launches):
             run = functools.partial(mla_kernel.sparse_entries, scale=0.05, how=how)
             plain = functools.partial(mla_reference.sparse_entries, record="bfloat16", scale=0.05)
@@ -225,10 +224,9 @@ def gqa(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         chosen = gqa_tuning(spec.requests, spec.kv_heads, tokens, spec.masked)
         launches = [chosen]
         if sweep:
-            launches.append(chosen._replace(ahead=chosen.stages - 1))
             for consumers, stages in ((1, 3), (1, 6), (2, 3)):
                 part = split(spec.requests * spec.kv_heads // consumers, tokens)
-                launches.append(chosen._replace(split=part, consumers=consumers, stages=stages, ahead=stages - 2))
+                launches.append(chosen._replace(split=part, consumers=consumers, stages=stages))
         for i, how in enumerate(launches):
             run = functools.partial(gqa_kernel.sparse_gqa, scale=0.1, how=how)
             plain = functools.partial(gqa_reference.sparse_gqa, scale=0.1, dtype=jnp.dtype(jnp.bfloat16))

@@ -207,7 +207,7 @@ def empty() -> Iterator[dict[str, Any]]:
 def fetches(pool: jax.Array, span_rows: int, peak: float) -> Iterator[dict[str, Any]]:
     """A plan of 4, 16 and 64 MiB of random rows replayed by 16 programs."""
     words = pool.shape[1]
-    how = fetch_tuning(span_rows * words * 4)
+    how = fetch_tuning(1, span_rows * words * 4)
     for mebibytes in (4, 16, 64):
         run, plan, hot = common.fetch_of(pool, span_rows, mebibytes, how)
         times = [t for _ in range(4) for t in common.kernel_times_us(run, pool, hot, name="fetch_kernel")]
@@ -275,7 +275,7 @@ def resolves(plans: Any) -> Iterator[dict[str, Any]]:
             setting = Setting(pool, requests)
             settings = [(m, {"io": True}) for m in misses]
             settings += [(275, {"io": False})] * ("no_io" in others)
-            settings += [(275, {"io": True, "apart": fetch_tuning(span * row_bytes)})] * ("apart" in others)
+            settings += [(275, {"io": True, "apart": fetch_tuning(requests, span * row_bytes)})] * ("apart" in others)
             settings += [(275, {"io": True, "xla": True})] * ("xla" in others)
             settings += [(275, {"io": False, "xla": True})] * ("xla_no_io" in others)
             for m, how in settings:

@@ -112,21 +112,16 @@ def gather_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, offset: 
 
 def commit_copies() -> None:
     """The copies this lane has begun since the last call are one group."""
-    _lane_does("cp.async.commit_group;")
-
-
-def wait_copies(but: int = 0) -> None:
-    """All groups of copies that this lane has begun, but for the last `but`, are there for this lane."""
-    _lane_does(f"cp.async.wait_group {but};")
+    _each_lane("cp.async.commit_group;")
 
 
 def copies_done(but: int = 0) -> None:
     """All groups of copies but the last `but` are there for the tensor cores too, whichever lane began them."""
-    wait_copies(but)
+    _each_lane(f"cp.async.wait_group {but};")
     plgpu.commit_smem()
 
 
-def _lane_does(instruction: str) -> None:
+def _each_lane(instruction: str) -> None:
     if not interpreting():
 
         @_emit(())
@@ -137,8 +132,8 @@ def _lane_does(instruction: str) -> None:
 
 
 def produce(
-    count: int, stages: int, copy: Callable[[Any, Any], None], locate: Callable[[Any], None], *, ahead: int,
-    ready: Any, consumed: Any, finish: Callable[[Any], None] | None = None,
+    count: int, stages: int, copy: Callable[[Any, Any], None], locate: Callable[[Any], Callable[[], None]], *,
+    ready: Any, consumed: Any,
 ) -> None:  # fmt: skip
     """The producer's loop over a ring of `stages` tiles: copies run ahead of the consumers.
 
@@ -146,40 +141,36 @@ def produce(
       count: tiles in all.
       stages: tiles in shared memory, at least 2.
       copy: starts the copies of a tile, given its number and its stage.
-      locate: finds what the tile of a number consists of; called one tile ahead, and once past the last one.
-      ahead: tiles whose copies begin before the consumers get this one, at most `stages - 1`. With fewer, they get it
-        as soon as it is there; with that many, a stage must be consumed first, and copies have the longest time.
+      locate: looks up what the tile of a number consists of, and gives back what writes it down, called when the tile
+        before has been begun; done one tile ahead, and once past the last one.
       ready: barriers `[stages]`, arrived at when a tile is there.
       consumed: barriers `[stages]`, waited for before a tile is overwritten, and all of them in the end.
-      finish: ends what `copy` began, given its stage, once this lane's copies are there.
     """
+    lag = stages - 2  # tiles whose copies may still be on their way when the next one begins
 
     def one(number: Any, _: Any) -> Any:
         stage = lax.rem(number, jnp.int32(stages))
+        write = locate(number + 1)
 
-        @pl.when(number < count)
-        def _begin() -> None:
-            @pl.when(number >= stages)
-            def _wait() -> None:
-                plgpu.barrier_wait(consumed.at[stage])
+        @pl.when(number >= stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(consumed.at[stage])
 
-            copy(number, stage)
-            locate(number + 1)
-
+        copy(number, stage)
         commit_copies()
-        wait_copies(ahead)
-        done = lax.rem(number + (stages - ahead), jnp.int32(stages))
-        if finish:
-            pl.when(number >= ahead)(lambda: finish(done))
-        plgpu.commit_smem()
+        write()
+        copies_done(lag)
 
-        @pl.when(number >= ahead)
+        @pl.when(number >= lag)
         def _arrive() -> None:
-            plgpu.barrier_arrive(ready.at[done])
+            plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
 
         return _
 
-    lax.fori_loop(0, count + ahead, one, jnp.int32(0))
+    lax.fori_loop(0, count, one, jnp.int32(0))
+    for number in range(max(0, count - lag), count):
+        copies_done(count - 1 - number)
+        plgpu.barrier_arrive(ready.at[number % stages])
     for number in range(max(0, count - stages), count):  # leaves no phase unobserved
         plgpu.barrier_wait(consumed.at[number % stages])
 

@@ -54,7 +54,7 @@ def fetch(
     args = (pool, hot_rows, plan, base, jnp.asarray(space, jnp.int32), jnp.asarray(group, jnp.int32))
     if chosen == "mosaic_gpu":
         span_bytes = rows_per_space * pool.shape[1] * 4
-        how = tuning(span_bytes, beside=beside)
+        how = tuning(requests, span_bytes, beside=beside)
         how = how if programs is None else how._replace(programs=programs)
         rows, count = mosaic_gpu.fetch(*args, rows_per_space=rows_per_space, how=how)
         return rows, plan._replace(count=count)

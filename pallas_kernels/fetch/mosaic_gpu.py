@@ -30,7 +30,7 @@ def fetch(
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.fetch.fetch`; the counts of the plan instead of the plan."""
     requests, width = plan.host_row.shape
-    how = how or tuning(rows_per_space * pool.shape[1] * 4)
+    how = how or tuning(requests, rows_per_space * pool.shape[1] * 4)
     programs, listed = how.programs, ROWS_OF_A_LANE * how.threads * indexed.LANES
 
     def fetch_kernel(

@@ -15,6 +15,7 @@ Tokens past `visible` are zeroed when they are copied. With `head_mask` a word o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,26 +88,33 @@ def sparse_gqa(
         part, request = lax.rem(rest, jnp.int32(parts)), lax.div(rest, jnp.int32(parts))
         rows_ref, place_ref, visible_ref = hot_ref.at[group_ref[0]], place_ref.at[request], visible_ref.at[request]
 
-        def locate(number: Any) -> None:
-            """Items of the tokens of a tile, -1 where there is none, and who sees them, into its place in the ring."""
+        def locate(number: Any) -> Callable[[], None]:
+            """Looks up items of the tokens of a tile, -1 where there is none, and who sees them; to be written down."""
             lane = indexed.positions(indexed.LANES)
             at = (part * part_tiles + number) * TOKENS + lane
             record, token = lax.div(at, jnp.int32(tokens)), lax.rem(at, jnp.int32(tokens))
             record = jnp.where((lane < TOKENS) & (record < selected), record, -1)
-            slot = jnp.minimum(indexed.gather(place_ref, record), slots - 1)
-            seen = (slot >= 0) & (token < indexed.gather(visible_ref, record, 0))
-            ring, lane = lax.rem(number, jnp.int32(rings)), jnp.where(lane < TOKENS, lane, -1)
-            indexed.scatter(items.at[ring], lane, jnp.where(seen, slot * tokens + token, -1))
+            slot, count = indexed.gather(place_ref, record), indexed.gather(visible_ref, record, 0)
+            bits = []
             if mask_ref is not None:
-                for own in range(consumers):
-                    bits = indexed.gather(mask_ref.at[request, first_head + own], record, 0)
-                    indexed.scatter(mask_words_ring[0].at[ring, own], lane, jnp.where(seen, bits, 0))
+                heads_at = [mask_ref.at[request, first_head + own] for own in range(consumers)]
+                bits = [indexed.gather(head, record, 0) for head in heads_at]
+
+            def write() -> None:
+                ring, target = lax.rem(number, jnp.int32(rings)), jnp.where(lane < TOKENS, lane, -1)
+                seen = (slot >= 0) & (token < count)
+                item = jnp.minimum(slot, slots - 1) * tokens + token
+                indexed.scatter(items.at[ring], target, jnp.where(seen, item, -1))
+                for own, word in enumerate(bits):
+                    indexed.scatter(mask_words_ring[0].at[ring, own], target, jnp.where(seen, word, 0))
+
+            return write
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
             head = jnp.where(lane < heads, (request * kv_heads + first_head) * heads + lane, -1)
             indexed.scatter(items.at[rings - 1], jnp.where(lane < HEADS, lane, -1), head)
-            locate(jnp.int32(0))
+            locate(jnp.int32(0))()
             plgpu.commit_smem()
             for own in range(consumers):
                 tiles.gather_tile(
@@ -123,7 +131,7 @@ def sparse_gqa(
                             offset=(first_head + (own + offset)) * head_bytes,
                         )  # fmt: skip
 
-            tiles.produce(part_tiles, stages, copy, locate, ahead=how.ahead, ready=ready, consumed=consumed)
+            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
 
         def consume(own: int) -> None:
             def one(number: Any, state: Any) -> Any:

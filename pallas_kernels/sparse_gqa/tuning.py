@@ -15,14 +15,12 @@ class Tuning(NamedTuple):
       split: parts of the tokens of all records, and tiles of 64 tokens of a part.
       consumers: KV heads of a program, each with a warpgroup of its own; must divide G.
       stages: tiles in shared memory at a time; each takes 32 KiB for each consumer.
-      ahead: tiles whose copies begin before the consumers get the tile before, fewer than `stages`.
       consumer_registers, producer_registers: of a lane, multiples of 8; see `pallas_kernels.sparse_mla.tuning`.
     """
 
     split: Split
     consumers: int = 2
     stages: int = 3
-    ahead: int = 1
     consumer_registers: int = 208
     producer_registers: int = 40
 
@@ -34,4 +32,4 @@ def tuning(requests: int, kv_heads: int, tokens: int, masked: bool) -> Tuning:
     """
     consumers = 1 if kv_heads % 2 else 2
     stages = 6 if consumers == 1 else 2 if masked else 3
-    return Tuning(split(requests * kv_heads // consumers, tokens), consumers, stages, ahead=stages - 2)
+    return Tuning(split(requests * kv_heads // consumers, tokens), consumers, stages)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of fp8 records: 512 e4m3 values, a float32 scale for each 128 of them, and 64 bfloat16 numbers.
 
-`tile[i, :512] = bf16(float32(value) * scale)`, rounded to nearest even as in the reference, then the 64 numbers. A tile
-is made in two steps, `copy_fp8_tile` and `convert_fp8_tile`, so that the copies of the next one can be on their way
-while it is converted. Like the words of `tiles`, both have a `jax.numpy` twin under interpretation.
+`tile[i, :512] = bf16(float32(value) * scale)`, rounded to nearest even as in the reference, then the 64 numbers. Like
+the words of `tiles`, `fill_fp8_tile` has a `jax.numpy` twin under interpretation.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,11 +29,12 @@ from pallas_kernels.indexed import (
     ir,
     llvm,
 )
-from pallas_kernels.tiles import _CHUNK, _REF, _ROWS_A_PASS, TILED, _copy_async, _row_address, _tile_places
+from pallas_kernels.tiles import _CHUNK, _REF, TILED, _copy_async, _row_address
 
 _SCALED = 128  # values of a record that share a scale
-_PIECE = 1024  # bytes of 8 rows x 64 columns
-_WARP_ROWS = WARP // 8  # rows of a pass that a warp converts
+_ROWS = 8  # that a warp copies and converts at a time: they share pieces of 8 rows x 64 columns, of 1 KiB each
+_PIECE = 1024
+_RAW = 768  # bytes from the raw record of a row to the next, in the last part of what becomes the 8 rows' pieces
 
 
 def _fp8_records(tile: Any, source: Any, items: Any, latent: int) -> None:
@@ -49,57 +49,18 @@ def _fp8_records(tile: Any, source: Any, items: Any, latent: int) -> None:
     tile[...] = jnp.where(items[...][:rows, None] >= 0, record, jnp.bfloat16(0))
 
 
-class _Place(NamedTuple):
-    """Where a tile's raw bytes wait, for a lane; 32-bit addresses of the first pass, `step` bytes for each more."""
+def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int) -> None:
+    """A tile of the records at `items`, zeros where that is negative; arguments as of `tiles.gather_tile`.
 
-    copied: list[Any]  # of the lane's chunk of each row of a pass that its warp copies
-    converted: Any  # of its chunk of the first 128 columns of the row that it converts
-    second: Any  # 1 if that is chunk 1 of two, else 0
-    scales: Any  # of the scales of that row
-    step: int
-
-
-def _places(tile: Any) -> _Place:
-    """Raw bytes wait where their numbers will be, so that a lane that has read its own needs no other to write them.
-
-    16 values become two chunks (16 bytes), 2 c and 2 c + 1, and wait in the first of them in even pieces of 64 columns,
-    in the second in odd ones: so the 8 lanes of a row are in 8 different chunks, as are any 8 that copy one. The scales
-    of a row wait in its chunk 1, which is free.
-    """
-    _, across, _, _ = ir.MemRefType(tile.type).shape
-    lane = arith.andi(_block_lane(), _c(LANES - 1))
-    base = llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(tile))
-
-    def at(row: Any, piece: Any, chunk: Any) -> Any:
-        in_piece = arith.andi(row, _c(7))
-        inside = arith.addi(arith.muli(in_piece, _c(128)), arith.muli(arith.xori(chunk, in_piece), _c(_CHUNK)))
-        down = arith.muli(arith.shrui(row, _c(3)), _c(across * _PIECE))
-        return arith.addi(base, arith.addi(arith.addi(down, arith.muli(piece, _c(_PIECE))), inside))
-
-    def waiting(number: Any) -> tuple[Any, Any]:
-        """Piece and chunk of the 16 values of this number in a row."""
-        piece = arith.shrui(number, _c(2))
-        return piece, arith.addi(arith.muli(arith.andi(number, _c(3)), _c(2)), arith.andi(piece, _c(1)))
-
-    first = arith.muli(arith.shrui(lane, _c(5)), _c(_WARP_ROWS))
-    own = waiting(arith.andi(lane, _c(WARP - 1)))
-    row, number = arith.shrui(lane, _c(3)), arith.andi(lane, _c(7))
-    return _Place(
-        copied=[at(arith.addi(first, _c(i)), *own) for i in range(_WARP_ROWS)],
-        converted=at(row, *waiting(number)),
-        second=arith.shrui(number, _c(2)),
-        scales=at(row, _c(0), _c(1)),
-        step=_ROWS_A_PASS // 8 * across * _PIECE,
-    )
-
-
-def copy_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int) -> None:
-    """Begins a tile of the records at `items`, zeros where that is negative; arguments as of `tiles.gather_tile`.
-
-    A warp copies the rows that it will convert: the values of a row, 512 bytes one after the other, by one instruction.
+    A warp has 8 rows of every 32. It copies their records as they are to the place that their numbers will take, reads
+    them into registers, and writes the numbers over them, 8 rows while the next 8 are on their way. Raw records lie in
+    one piece and as far from a boundary of 128 bytes as in the source: a copy that scatters its chunks of 16 bytes
+    takes several times as long.
 
     Args:
-      latent: values of a record: 512, as many chunks as a warp has lanes.
+      tile: bf16 `[rows, latent + 64]`, rows a multiple of 32.
+      item_bytes: of a record, a multiple of 16 and at most 656.
+      latent: values of a record, 512: as many chunks as a warp has lanes.
     """
     if interpreting():
         _fp8_records(tile, source, items, latent)
@@ -107,61 +68,76 @@ def copy_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
 
     @_emit((plgpu.RefType(TILED), _REF, _REF))
     def emit(ctx: Any, tile: Any, source: Any, items: Any) -> None:
-        (rest, chunk), to = _tile_places(tile), _places(tile)
+        down, across, _, _ = ir.MemRefType(tile.type).shape
         lane = arith.andi(_block_lane(), _c(LANES - 1))
-        in_warp, first = arith.andi(lane, _c(WARP - 1)), arith.muli(arith.shrui(lane, _c(5)), _c(_WARP_ROWS))
+        warp, in_warp = arith.shrui(lane, _c(5)), arith.andi(lane, _c(WARP - 1))
+        base = llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(tile))
+        base = arith.addi(base, arith.muli(warp, _c(across * _PIECE)))
+        step = LANES // WARP * across * _PIECE  # bytes to a warp's next 8 rows
+        passes = range(down * _ROWS * WARP // (_ROWS * LANES))
+        raw_begin = across * _PIECE - _ROWS * _RAW
+        rest = latent + 4 * (latent // _SCALED)
 
-        def copy(row: Any, to_address: Any, chunk: Any, offset: int, to_offset: int) -> None:
-            item = _load(items, row)
+        def record(p: int, row: Any) -> tuple[Any, Any, Any]:
+            """Of one of a warp's 8 rows: where it comes from, where it waits, and 16, or 0 if there is none."""
+            item = _load(items, arith.addi(arith.muli(warp, _c(_ROWS)), arith.addi(row, _c(p * _ROWS * LANES // WARP))))
             take = arith.select(_compare("sge", item, _c(0)), _c(_CHUNK), _c(0))
-            begin = arith.muli(chunk, _c(_CHUNK))
-            _copy_async(to_address, _row_address(source, arith.maxsi(item, _c(0)), item_bytes, begin), take,
-                        to_offset, offset)  # fmt: skip
+            address = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, _c(0))
+            apart = arith.andi(arith.trunci(_i32(), address), _c(127))
+            to = arith.addi(arith.addi(base, arith.muli(row, _c(_RAW))), apart)
+            return address, arith.addi(to, _c(p * step + raw_begin)), take
 
-        for p in range(len(rest)):
-            for i, to_address in enumerate(to.copied):
-                copy(arith.addi(first, _c(p * _ROWS_A_PASS + i)), to_address, in_warp, 0, p * to.step)
-        for row, to_address in rest:
-            copy(row, to_address, chunk, latent + 4 * (latent // _SCALED), latent // 64 * _PIECE)
-        with mgpu.when(_compare("eq", chunk, _c(0))):
-            for p, (row, _) in enumerate(rest):
-                copy(row, to.scales, _c(0), latent, p * to.step)
+        def chunk(place: tuple[Any, Any, Any], number: Any) -> tuple[Any, Any, Any]:
+            address, to, take = place
+            offset = arith.muli(number, _c(_CHUNK))
+            return arith.addi(to, offset), arith.addi(address, arith.extsi(address.type, offset)), take
+
+        # Lanes for what is less than a row: 8 of a row for its last 64 numbers, 4 rows at a time; 8 for the scales.
+        four, eighth, own = arith.shrui(in_warp, _c(3)), arith.andi(in_warp, _c(7)), arith.shrui(in_warp, _c(2))
+        rows = [[record(p, _c(row)) for row in range(_ROWS)] for p in passes]
+        ends = [[record(p, arith.addi(four, _c(row))) for row in (0, 4)] for p in passes]
+        quarters = [record(p, own) for p in passes]
+        for p in passes:
+            for place in rows[p]:
+                _copy_async(*chunk(place, in_warp), 0, 0)
+            for place in ends[p]:
+                _copy_async(*chunk(place, eighth), rest, rest)
+            with mgpu.when(_compare("eq", arith.andi(in_warp, _c(3)), _c(0))):
+                _copy_async(*chunk(quarters[p], _c(0)), latent, latent)
+            mgpu_utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+        # Four lanes convert a row, 16 values of 64 each at a time, which become two neighbouring chunks of a piece. In
+        # rows with even numbers the first of these are in even places, else in odd ones (see `tiles._tile_places`): so
+        # eight lanes, of two rows, store to eight different ones.
+        quarter = arith.andi(in_warp, _c(3))
+        inside = arith.muli(arith.xori(arith.muli(quarter, _c(2)), own), _c(_CHUNK))
+        first = arith.addi(base, arith.addi(inside, arith.muli(own, _c(128))))
+        second = arith.xori(first, _c(_CHUNK))
+        for p in passes:
+            others = len(passes) - 1 - p
+            mgpu_utils.inline_ptx(f"cp.async.wait_group {others};", has_side_effects=True)
+            _warp_barrier()
+            _, raw, _ = quarters[p]
+            mine = arith.addi(raw, arith.muli(quarter, _c(_CHUNK)))
+            scales = _load_words(raw, latent, 4)
+            values = [_load_words(mine, piece * 64, 4) for piece in range(latent // 64)]
+            twice = arith.addi(mine, arith.muli(quarter, _c(_CHUNK)))
+            last = [_load_words(twice, rest + i * _CHUNK, 4) for i in (0, 1)]
+            _warp_barrier()  # numbers are about to take the place of raw records
+            for piece, words in enumerate(values):
+                scale = llvm.bitcast(ir.F32Type.get(), scales[piece * 64 // _SCALED])
+                for pair, to in ((words[:2], first), (words[2:], second)):
+                    numbers = [number for word in pair for number in _scaled(word, scale)]
+                    _store_chunk(numbers, arith.addi(to, _c(p * step + piece * _PIECE)))
+            for words, to in zip(last, (first, second), strict=True):
+                _store_chunk(list(words), arith.addi(to, _c(p * step + latent // 64 * _PIECE)))
 
     emit(tile, source, items)
 
 
-def convert_fp8_tile(tile: Any, *, latent: int) -> None:
-    """Ends what `copy_fp8_tile` began, once this lane's copies are there. Of no record, values and scales are zeros."""
-    if interpreting():
-        return
-
-    @_emit((plgpu.RefType(TILED),))
-    def emit(ctx: Any, tile: Any) -> None:
-        at, scaled = _places(tile), latent // _SCALED
-        offsets = [arith.muli(arith.xori(at.second, _c(i)), _c(8)) for i in (0, 1)]
-        passes = range(ir.MemRefType(tile.type).shape[0] * 8 // _ROWS_A_PASS)
-        all_lanes = "bar.warp.sync 0xffffffff;"
-        mgpu_utils.inline_ptx(all_lanes, has_side_effects=True)  # the copies of the warp's other lanes
-        scales = [_load_words(at.scales, p * at.step, scaled) for p in passes]
-        mgpu_utils.inline_ptx(all_lanes, has_side_effects=True)  # numbers are about to take the place of scales
-
-        def values(p: int) -> list[Any]:
-            # Lanes with chunk 0 begin with its values, the others with those of chunk 1: no two of 8 lanes, nor of 16,
-            # are in the same banks.
-            addresses = [arith.addi(at.converted, x) for x in offsets]
-            return [_load_words(a, p * at.step + i * 2 * _PIECE, 2) for i in range(scaled) for a in addresses]
-
-        raw = values(0)
-        for p in passes:
-            now, raw = raw, values(p + 1) if p + 1 in passes else []
-            for i in range(scaled):
-                scale = llvm.bitcast(ir.F32Type.get(), scales[p][i])
-                for words, to in zip(now[2 * i : 2 * i + 2], (0, _CHUNK), strict=True):
-                    chunk = [w for word in words for w in _scaled(word, scale)]
-                    address = arith.xori(at.converted, _c(to)) if to else at.converted
-                    _store_chunk(chunk, arith.addi(address, _c(p * at.step + i * 2 * _PIECE)))
-
-    emit(tile)
+def _warp_barrier() -> None:
+    """What the lanes of the warp have copied or written is there for all of them."""
+    mgpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)
 
 
 def _scaled(word: Any, scale: Any) -> list[Any]:
@@ -186,6 +162,6 @@ def _store_chunk(words: list[Any], address: Any) -> None:
 
 
 def _load_words(address: Any, offset: int, count: int) -> tuple[Any, ...]:
-    """Words of shared memory, in order with the copies that are waited for."""
+    """Words of shared memory, in order with the barriers around them."""
     load = f"ld.shared.v{count}.b32 {{{', '.join(f'${i}' for i in range(count))}}}, [${count}+{offset}];"
     return mgpu_utils.inline_ptx(load, address, result_types=(_i32(),) * count, has_side_effects=True)

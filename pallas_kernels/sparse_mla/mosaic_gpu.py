@@ -5,14 +5,14 @@ A program attends with up to 64 heads of one request to one part of its places, 
 warpgroups, with two tiles in shared memory:
 
 * the producer looks up places and copies rows into a swizzled tile, `[64, 576]` for latents, `[64, 512]` for entries;
-  fp8 rows it then dequantises there;
+  fp8 rows it dequantises on the way;
 * the leader computes the logits of the tile, `q k^T`, and its softmax, in registers, and hands the weights on through
   shared memory;
 * leader and follower each add up half of the columns: the value of a record is the first 512 columns of the tile it has
   as a key.
 
 ```
-producer: rows of tile t+1 -> copies of tile t (when both released its stage) -> ready[stage]
+producer: places of tile t+1 -> copies of tile t (when both released its stage) -> ready[stage]
 leader:   ready[stage] -> logits -> softmax -> taken -> weights -> made -> values -> consumed[stage]
 follower: made -> values -> taken, consumed[stage]
 ```
@@ -133,55 +133,55 @@ def _attend(
         row_refs = [given[i].at[given[i + 1][0]] for i in range(0, len(given), 3)]
         place_refs = [given[i].at[request] for i in range(2, len(given), 3)]
 
-        def locate(number: Any) -> None:
-            """Slots of the records of a tile, -1 where there is none, into its place in the ring."""
+        def ring(number: Any) -> Any:
+            return items.at[lax.rem(number, jnp.int32(rings))]
+
+        def locate(number: Any) -> Callable[[], None]:
+            """Looks up slots of the records of a tile, -1 where there is none; to be written into the ring."""
             lane, found = indexed.positions(indexed.LANES), []
             for each, place_ref, count, begin in zip(rows, place_refs, counts, begins, strict=True):
                 at = (part * part_tiles + number - begin) * TOKENS + lane
                 wanted = (lane < TOKENS) & (at < count)
                 wanted = wanted & (at >= 0) if begin else wanted
-                slot = indexed.gather(place_ref, jnp.where(wanted, at, -1))
-                found.append(jnp.minimum(slot, each.hot_rows.shape[1] - 1))
-            slot = functools.reduce(jnp.maximum, found)  # of all but one of the rows it is -1
-            indexed.scatter(items.at[lax.rem(number, jnp.int32(rings))], jnp.where(lane < TOKENS, lane, -1), slot)
+                found.append((indexed.gather(place_ref, jnp.where(wanted, at, -1)), each.hot_rows.shape[1] - 1))
+
+            def write() -> None:
+                slots = [jnp.minimum(slot, last) for slot, last in found]  # of all but one of the rows it is -1
+                slot = functools.reduce(jnp.maximum, slots)
+                indexed.scatter(ring(number), jnp.where(lane < TOKENS, lane, -1), slot)
+
+            return write
 
         def copy(number: Any, stage: Any) -> None:
-            ring = lax.rem(number, jnp.int32(rings))
-            if len(rows) == 1:
-                copy_from(row_refs[0], ring, stage)
-                return
             for i, rows_ref in enumerate(row_refs):
+                make = functools.partial(copy_from, rows_ref, ring(number), stage)
+                if len(rows) == 1:
+                    make()
+                    continue
                 at = part * part_tiles + number
                 here = at >= begins[i]
                 if i + 1 < len(rows):  # the last ones also have the tiles past the end, of no records
                     here = here & (at < ends[i])
-                pl.when(here)(functools.partial(copy_from, rows_ref, ring, stage))
+                pl.when(here)(make)
 
-        def copy_from(rows_ref: Any, ring: Any, stage: Any) -> None:
-            args = (tile.at[stage], rows_ref, items.at[ring])
+        def copy_from(rows_ref: Any, slots: Any, stage: Any) -> None:
             if record == "fp8":
-                fp8_tiles.copy_fp8_tile(*args, item_bytes=row_bytes, latent=latent)
+                fp8_tiles.fill_fp8_tile(tile.at[stage], rows_ref, slots, item_bytes=row_bytes, latent=latent)
             else:
-                tiles.gather_tile(*args, item_bytes=row_bytes)
-
-        def convert(stage: Any) -> None:
-            fp8_tiles.convert_fp8_tile(tile.at[stage], latent=latent)
+                tiles.gather_tile(tile.at[stage], rows_ref, slots, item_bytes=row_bytes)
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
             head = jnp.where(lane < own_heads, request * heads + first_head + lane, -1)
             indexed.scatter(items.at[rings - 1], jnp.where(lane < HEADS, lane, -1), head)
-            locate(jnp.int32(0))
+            locate(jnp.int32(0))()
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
-            finish = convert if record == "fp8" else None
-            tiles.produce(
-                part_tiles, stages, copy, locate, ahead=how.ahead, ready=ready, consumed=consumed, finish=finish
-            )
+            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
 
         def shown_in(number: Any) -> Callable[[], Array]:
             def shown() -> Array:
-                item = online_softmax.per_token(items.at[lax.rem(number, jnp.int32(rings))])
+                item = online_softmax.per_token(ring(number))
                 return lax.broadcast_in_dim(item, (HEADS, TOKENS), [1]) >= 0
 
             return shown

@@ -17,7 +17,6 @@ class Tuning(NamedTuple):
       handed_on: whether one consumer computes the weights for both.
       consumer_registers, producer_registers: of a lane, multiples of 8. Together they must not exceed 504, which is
         what three warpgroups start with: more, and a consumer waits for registers for ever.
-      ahead: tiles whose copies begin before the consumers get the tile before, fewer than `stages`.
     """
 
     split: Split
@@ -25,7 +24,6 @@ class Tuning(NamedTuple):
     handed_on: bool = True
     consumer_registers: tuple[int, int] = (240, 176)
     producer_registers: int = 88
-    ahead: int = 1
 
 
 def head_tiles(heads: int) -> int:

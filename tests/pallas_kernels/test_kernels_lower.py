@@ -99,7 +99,9 @@ def test_tuned_launches(requests, span_bytes):
     """There is a choice for every size, and the device can launch it."""
     how = resolve_tuning(requests, span_bytes)
     assert how.programs in (1, 2, 4, 8) and 1 <= how.threads <= 8 and how.copiers <= how.threads
-    assert fetch_tuning(span_bytes).programs <= 132 and backup_tuning().programs <= 132
+    for beside in (False, True):
+        assert fetch_tuning(requests, span_bytes, beside=beside).programs <= 132
+    assert backup_tuning().programs <= 132
     table = json.loads((pathlib.Path(indexed.__file__).parent / "tuned" / "nvidia_h200.json").read_text())
     assert all(table[op]["timings"] for op in ("resolve", "fetch", "backup"))
 

@@ -61,5 +61,5 @@ def test_parts():
         how = tuning(5, 64, 300, window=128)._replace(split=Split(parts, -(-tiles // parts)))
         got = attend(how)(*case.args())
         agree(got, want)
-        for change in ({"handed_on": False}, {"prefetch": True}):
+        for change in ({"handed_on": False}, {"consumer_registers": (240, 200), "producer_registers": 64}):
             same(attend(how._replace(**change))(*case.args()), got, f"{parts} parts, {change}: ")

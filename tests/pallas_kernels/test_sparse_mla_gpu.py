@@ -22,9 +22,7 @@ pytestmark = needs_gpu
 RECORDS = ("bfloat16", "fp8")
 LAUNCHES: list[dict[str, Any]] = [
     {"handed_on": False},
-    {"ahead": 0},
-    {"consumer_registers": (240, 200), "producer_registers": 64},
-    {"consumer_registers": (232, 168), "producer_registers": 104},
+    {"consumer_registers": (240, 160), "producer_registers": 104},
 ]
 
 
