@@ -63,8 +63,7 @@ def compile_admission(cache: Cache) -> Any:
     Args:
       cache: an example, possibly abstract.
     """
-    layout = cache.layout
-    pages = layout.pages_per_request if not layout.is_full else 0
+    layout, pages = cache.layout, cache.layout.pages_per_request
 
     def one(cache: Cache, slot: Array, tokens: Array) -> Cache:
         cache = entering(cache)

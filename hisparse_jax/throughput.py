@@ -89,7 +89,7 @@ def compile_point(share: Share, point: Point, params: list[Array], profile: bool
 
 def _no_pool(layout: Layout) -> Array:
     """Stands for the host pool where only shapes count."""
-    return jnp.zeros((0 if layout.is_full else layout.pool_rows, layout.words), jnp.uint32)
+    return jnp.zeros((layout.pool_rows, layout.words), jnp.uint32)
 
 
 @dataclass

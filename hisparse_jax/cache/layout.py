@@ -130,15 +130,23 @@ class Layout:
         return self.records if self.is_full else self.hot_slots + self.ring_slots
 
     @property
+    def table_slots(self) -> int:
+        """Hot slots of a request that a table tells of: H, none in full residency."""
+        return 0 if self.is_full else self.hot_slots
+
+    @property
     def pages_per_request(self) -> int:
-        return -(-self.records // self.page_records)
+        """Pages of the host pool that a request needs at most, none in full residency."""
+        return 0 if self.is_full else -(-self.records // self.page_records)
 
     @property
     def rows_per_space(self) -> int:
-        return self.host_pages * self.page_records
+        """Rows of the host pool that belong to one space."""
+        return 0 if self.is_full else self.host_pages * self.page_records
 
     @property
     def pool_rows(self) -> int:
+        """Rows of the host pool, each of `words` words: those of all spaces, none in full residency."""
         return self.spaces * self.rows_per_space
 
     def addresses(self) -> tuple[Address, ...]:
@@ -161,8 +169,8 @@ class Layout:
     def device_bytes(self) -> dict[str, int]:
         """Bytes on the device by use, without the index state (its owner knows it) and prefill scratch."""
         slots = self.request_slots * self.slots_per_request
-        tables = 0 if self.is_full else self.tables * self.request_slots * self.hot_slots * (4 + 2)
-        pages = 0 if self.is_full else self.request_slots * self.pages_per_request * 4
+        tables = self.tables * self.request_slots * self.table_slots * (4 + 2)
+        pages = self.request_slots * self.pages_per_request * 4
         counters = self.tables * self.request_slots * 3 * 4
         return {
             "rows": self.spaces * slots * self.row_bytes,
@@ -171,7 +179,7 @@ class Layout:
 
     def host_bytes(self) -> int:
         """Bytes of the host pool."""
-        return 0 if self.is_full else self.pool_rows * self.row_bytes
+        return self.pool_rows * self.row_bytes
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,6 @@ def create(layout: Layout, index: Any = (), pool: Array | None = None) -> Cache:
       pool: the host pool of a cache that is no longer used; a new one if not given.
     """
     requests, slots = layout.request_slots, layout.request_slots * layout.slots_per_request
-    hot_slots = 0 if layout.is_full else layout.hot_slots
-    pages = 0 if layout.is_full else layout.pages_per_request
-    pool_rows = 0 if layout.is_full else layout.pool_rows
 
     def hot_rows(position: int) -> Array:
         # The same bytes everywhere, so each buffer is its own: donation needs that.
@@ -92,11 +89,11 @@ def create(layout: Layout, index: Any = (), pool: Array | None = None) -> Cache:
         layout=layout,
         tokens=jnp.zeros(requests, jnp.int32),
         active=jnp.zeros(requests, jnp.bool_),
-        page_table=jnp.full((requests, pages), -1, jnp.int32),
+        page_table=jnp.full((requests, layout.pages_per_request), -1, jnp.int32),
         hot_rows=tuple(hot_rows(position) for position in range(max(layout.group_sizes))),
-        slot_ids=jnp.full((layout.tables, requests, hot_slots), -1, jnp.int32),
-        recency=jnp.tile(jnp.arange(hot_slots, dtype=jnp.int16), (layout.tables, requests, 1)),
-        pool=host_zeros((pool_rows, layout.words), np.uint32) if pool is None else pool,
+        slot_ids=jnp.full((layout.tables, requests, layout.table_slots), -1, jnp.int32),
+        recency=jnp.tile(jnp.arange(layout.table_slots, dtype=jnp.int16), (layout.tables, requests, 1)),
+        pool=host_zeros((layout.pool_rows, layout.words), np.uint32) if pool is None else pool,
         index=index,
         counters=jnp.zeros((layout.tables, requests, 3), jnp.int32),
     )

@@ -48,8 +48,14 @@ def test_derived_sizes():
     sizes = layout(context_tokens=47, record_tokens=2, page_records=5, host_pages=18, group_sizes=(1, 3, 2))
     assert (sizes.records, sizes.words, sizes.pages_per_request) == (24, 4, 5)
     assert (sizes.tables, sizes.spaces, sizes.rows_per_space, sizes.pool_rows) == (3, 6, 90, 540)
-    assert sizes.slots_per_request == 6 and layout(residency="full").slots_per_request == 24
+    assert (sizes.table_slots, sizes.slots_per_request) == (4, 6)
     assert [sizes.groups_at(position) for position in range(4)] == [3, 2, 1, 0]
+
+
+def test_full_residency_has_no_table_and_no_pool():
+    sizes = layout(residency="full")
+    assert (sizes.table_slots, sizes.pages_per_request, sizes.rows_per_space, sizes.pool_rows) == (0, 0, 0, 0)
+    assert sizes.slots_per_request == sizes.records == 24
 
 
 def test_addresses():

@@ -41,7 +41,7 @@ def test_as_published(name):
     assert share.shape.layers == 8 and set(share.shape.group_sizes) == {1}
     for context in setting.contexts:
         layouts = [share.layout(point) for point in points(setting, context)]
-        assert len(layouts) == 15 and len({found.pool_rows for found in layouts}) == 1
+        assert len(layouts) == 15 and len({found.pool_rows for found in layouts if not found.is_full}) == 1
         assert layouts[0].host_bytes() == 0  # full
         assert max(found.host_bytes() for found in layouts) < 64e9, "what the allocator of pinned memory takes"
 

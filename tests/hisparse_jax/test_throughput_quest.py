@@ -228,7 +228,7 @@ def test_a_decode_step_of_the_preset_lowers_for_cuda(mode):
     params = jax.tree.leaves(jax.eval_shape(share.parameters))
 
     def initial():
-        pool = jnp.zeros((0 if found.is_full else found.pool_rows, found.words), jnp.uint32)
+        pool = jnp.zeros((found.pool_rows, found.words), jnp.uint32)
         return state_of(found, create(found, random_index(model.new_index(found)), pool), share.shape.vocab, 1)
 
     def step(params, state):
