@@ -34,7 +34,7 @@ from pallas_kernels.tiles import _CHUNK, _REF, TILED, _copy_async, _row_address
 _SCALED = 128  # values of a record that share a scale
 _ROWS = 8  # that a warp copies and converts at a time: they share pieces of 8 rows x 64 columns, of 1 KiB each
 _PIECE = 1024
-_RAW = 768  # bytes from the raw record of a row to the next, in the last part of what becomes the 8 rows' pieces
+_RAW = 576  # bytes from a row's raw values and scales to the next ones, which so begin 64 bytes further on in the banks
 
 
 def _fp8_records(tile: Any, source: Any, items: Any, latent: int) -> None:
@@ -52,14 +52,13 @@ def _fp8_records(tile: Any, source: Any, items: Any, latent: int) -> None:
 def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int) -> None:
     """A tile of the records at `items`, zeros where that is negative; arguments as of `tiles.gather_tile`.
 
-    A warp has 8 rows of every 32. It copies their records as they are to the place that their numbers will take, reads
-    them into registers, and writes the numbers over them, 8 rows while the next 8 are on their way. Raw records lie in
-    one piece and as far from a boundary of 128 bytes as in the source: a copy that scatters its chunks of 16 bytes
-    takes several times as long.
+    A warp has 8 rows of every 32. It copies their values and scales as they are to where their numbers will be, reads
+    them into registers, and writes the numbers over them, 8 rows while the next 8 are on their way. Raw values of a row
+    lie in one piece: a copy that scatters its chunks of 16 bytes takes several times as long.
 
     Args:
       tile: bf16 `[rows, latent + 64]`, rows a multiple of 32.
-      item_bytes: of a record, a multiple of 16 and at most 656.
+      item_bytes: of a record, a multiple of 16.
       latent: values of a record, 512: as many chunks as a warp has lanes.
     """
     if interpreting():
@@ -75,7 +74,7 @@ def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
         base = arith.addi(base, arith.muli(warp, _c(across * _PIECE)))
         step = LANES // WARP * across * _PIECE  # bytes to a warp's next 8 rows
         passes = range(down * _ROWS * WARP // (_ROWS * LANES))
-        raw_begin = across * _PIECE - _ROWS * _RAW
+        raw_begin = latent // 64 * _PIECE - _ROWS * _RAW
         rest = latent + 4 * (latent // _SCALED)
 
         def record(p: int, row: Any) -> tuple[Any, Any, Any]:
@@ -83,54 +82,50 @@ def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
             item = _load(items, arith.addi(arith.muli(warp, _c(_ROWS)), arith.addi(row, _c(p * _ROWS * LANES // WARP))))
             take = arith.select(_compare("sge", item, _c(0)), _c(_CHUNK), _c(0))
             address = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, _c(0))
-            apart = arith.andi(arith.trunci(_i32(), address), _c(127))
-            to = arith.addi(arith.addi(base, arith.muli(row, _c(_RAW))), apart)
+            to = arith.addi(base, arith.muli(row, _c(_RAW)))
             return address, arith.addi(to, _c(p * step + raw_begin)), take
 
-        def chunk(place: tuple[Any, Any, Any], number: Any) -> tuple[Any, Any, Any]:
-            address, to, take = place
-            offset = arith.muli(number, _c(_CHUNK))
-            return arith.addi(to, offset), arith.addi(address, arith.extsi(address.type, offset)), take
+        def moved(address: Any, chunk: Any) -> Any:
+            return arith.addi(address, arith.extui(address.type, arith.muli(chunk, _c(_CHUNK))))
 
-        # Lanes for what is less than a row: 8 of a row for its last 64 numbers, 4 rows at a time; 8 for the scales.
-        four, eighth, own = arith.shrui(in_warp, _c(3)), arith.andi(in_warp, _c(7)), arith.shrui(in_warp, _c(2))
+        # Lanes for what is less than a row: 8 of a row for its last 64 numbers, 4 rows at a time; 1 for its scales.
+        four, eighth = arith.shrui(in_warp, _c(3)), arith.andi(in_warp, _c(7))
+        own, quarter = arith.shrui(in_warp, _c(2)), arith.andi(in_warp, _c(3))
+        ends = [arith.addi(four, _c(i)) for i in (0, 4)]
         rows = [[record(p, _c(row)) for row in range(_ROWS)] for p in passes]
-        ends = [[record(p, arith.addi(four, _c(row))) for row in (0, 4)] for p in passes]
+        last = [[record(p, row) for row in ends] for p in passes]
         quarters = [record(p, own) for p in passes]
         for p in passes:
-            for place in rows[p]:
-                _copy_async(*chunk(place, in_warp), 0, 0)
-            for place in ends[p]:
-                _copy_async(*chunk(place, eighth), rest, rest)
-            with mgpu.when(_compare("eq", arith.andi(in_warp, _c(3)), _c(0))):
-                _copy_async(*chunk(quarters[p], _c(0)), latent, latent)
+            for address, raw, take in rows[p]:
+                _copy_async(arith.addi(raw, arith.muli(in_warp, _c(_CHUNK))), moved(address, in_warp), take, 0, 0)
+            for row, (address, _, take) in zip(ends, last[p], strict=True):
+                to = arith.addi(arith.muli(row, _c(128)), arith.muli(arith.xori(eighth, row), _c(_CHUNK)))
+                to = arith.addi(base, arith.addi(to, _c(p * step + latent // 64 * _PIECE)))
+                _copy_async(to, moved(address, eighth), take, 0, rest)
+            with mgpu.when(_compare("eq", quarter, _c(0))):
+                address, raw, take = quarters[p]
+                _copy_async(raw, address, take, latent, latent)
             mgpu_utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
         # Four lanes convert a row, 16 values of 64 each at a time, which become two neighbouring chunks of a piece. In
         # rows with even numbers the first of these are in even places, else in odd ones (see `tiles._tile_places`): so
         # eight lanes, of two rows, store to eight different ones.
-        quarter = arith.andi(in_warp, _c(3))
         inside = arith.muli(arith.xori(arith.muli(quarter, _c(2)), own), _c(_CHUNK))
         first = arith.addi(base, arith.addi(inside, arith.muli(own, _c(128))))
         second = arith.xori(first, _c(_CHUNK))
         for p in passes:
-            others = len(passes) - 1 - p
-            mgpu_utils.inline_ptx(f"cp.async.wait_group {others};", has_side_effects=True)
+            mgpu_utils.inline_ptx(f"cp.async.wait_group {len(passes) - 1 - p};", has_side_effects=True)
             _warp_barrier()
             _, raw, _ = quarters[p]
             mine = arith.addi(raw, arith.muli(quarter, _c(_CHUNK)))
             scales = _load_words(raw, latent, 4)
             values = [_load_words(mine, piece * 64, 4) for piece in range(latent // 64)]
-            twice = arith.addi(mine, arith.muli(quarter, _c(_CHUNK)))
-            last = [_load_words(twice, rest + i * _CHUNK, 4) for i in (0, 1)]
-            _warp_barrier()  # numbers are about to take the place of raw records
+            _warp_barrier()  # numbers are about to take the place of raw values and scales
             for piece, words in enumerate(values):
                 scale = llvm.bitcast(ir.F32Type.get(), scales[piece * 64 // _SCALED])
                 for pair, to in ((words[:2], first), (words[2:], second)):
                     numbers = [number for word in pair for number in _scaled(word, scale)]
                     _store_chunk(numbers, arith.addi(to, _c(p * step + piece * _PIECE)))
-            for words, to in zip(last, (first, second), strict=True):
-                _store_chunk(list(words), arith.addi(to, _c(p * step + latent // 64 * _PIECE)))
 
     emit(tile, source, items)
 
