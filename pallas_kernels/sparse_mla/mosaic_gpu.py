@@ -136,48 +136,51 @@ def _attend(
         def ring(number: Any) -> Any:
             return items.at[lax.rem(number, jnp.int32(rings))]
 
-        def locate(number: Any) -> Callable[[], None]:
-            """Looks up slots of the records of a tile, -1 where there is none; to be written into the ring."""
+        def find(number: Any) -> list[Array]:
+            """Slots of the records of a tile, -1 where there is none or, of all but one of the rows, the tile isn't."""
             lane, found = indexed.positions(indexed.LANES), []
-            for each, place_ref, count, begin in zip(rows, place_refs, counts, begins, strict=True):
+            for place_ref, count, begin in zip(place_refs, counts, begins, strict=True):
                 at = (part * part_tiles + number - begin) * TOKENS + lane
-                wanted = (lane < TOKENS) & (at < count)
+                wanted = (lane < TOKENS) & (at < count) & (number < part_tiles)
                 wanted = wanted & (at >= 0) if begin else wanted
-                found.append((indexed.gather(place_ref, jnp.where(wanted, at, -1)), each.hot_rows.shape[1] - 1))
+                found.append(indexed.gather(place_ref, jnp.where(wanted, at, -1)))
+            return found
 
-            def write() -> None:
-                slots = [jnp.minimum(slot, last) for slot, last in found]  # of all but one of the rows it is -1
-                slot = functools.reduce(jnp.maximum, slots)
-                indexed.scatter(ring(number), jnp.where(lane < TOKENS, lane, -1), slot)
-
-            return write
+        def write(number: Any, found: list[Array]) -> None:
+            lane, last = indexed.positions(indexed.LANES), [each.hot_rows.shape[1] - 1 for each in rows]
+            slot = functools.reduce(jnp.maximum, map(jnp.minimum, found, last))
+            indexed.scatter(ring(number), jnp.where(lane < TOKENS, lane, -1), slot)
 
         def copy(number: Any, stage: Any) -> None:
             for i, rows_ref in enumerate(row_refs):
-                make = functools.partial(copy_from, rows_ref, ring(number), stage)
-                if len(rows) == 1:
-                    make()
-                    continue
+                args = tile.at[stage], rows_ref, ring(number)
+                gather = functools.partial(tiles.gather_tile, *args, item_bytes=row_bytes)
                 at = part * part_tiles + number
                 here = at >= begins[i]
                 if i + 1 < len(rows):  # the last ones also have the tiles past the end, of no records
                     here = here & (at < ends[i])
-                pl.when(here)(make)
+                pl.when(here)(gather) if len(rows) > 1 else gather()
 
-        def copy_from(rows_ref: Any, slots: Any, stage: Any) -> None:
-            if record == "fp8":
-                fp8_tiles.fill_fp8_tile(tile.at[stage], rows_ref, slots, item_bytes=row_bytes, latent=latent)
-            else:
-                tiles.gather_tile(tile.at[stage], rows_ref, slots, item_bytes=row_bytes)
+        fp8 = {"item_bytes": row_bytes, "latent": latent}
+
+        def load(number: Any) -> Array:
+            return fp8_tiles.load_fp8_tile(TOKENS, row_refs[0], ring(number), **fp8)
+
+        def store(number: Any, stage: Any, words: Array) -> None:
+            fp8_tiles.store_fp8_tile(tile.at[stage], row_refs[0], ring(number), words, **fp8)
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
             head = jnp.where(lane < own_heads, request * heads + first_head + lane, -1)
             indexed.scatter(items.at[rings - 1], jnp.where(lane < HEADS, lane, -1), head)
-            locate(jnp.int32(0))()
+            write(jnp.int32(0), find(jnp.int32(0)))
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
-            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
+            loop = functools.partial(tiles.produce, part_tiles, stages, ready=ready, consumed=consumed)
+            if record == "fp8":
+                loop(store, find, write, load=load)
+            else:
+                loop(copy, find, write)
 
         def shown_in(number: Any) -> Callable[[], Array]:
             def shown() -> Array:
