@@ -101,7 +101,7 @@ class Share:
         self.workload = replace(FITTED, first_table=tables_before(self.whole, setting.first_layer))
         self.models = {mode: Functional(nnx.eval_shape(partial(self._decoder, mode))) for mode in setting.modes}
         self._admissions: dict[Layout, Any] = {}
-        self._compiling = Lock()
+        self._compiling: dict[Layout, Lock] = {}
 
     def parameters(self) -> list[Array]:
         """Random ones, as initialised; modes share them."""
@@ -157,7 +157,7 @@ class Share:
 
     def admission(self, cache: Cache) -> Any:
         """The compiled admission of one request; modes of one residency share it."""
-        with self._compiling:
+        with self._compiling.setdefault(cache.layout, Lock()):
             if cache.layout not in self._admissions:
                 self._admissions[cache.layout] = compile_admission(cache)
             return self._admissions[cache.layout]

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -189,7 +192,7 @@ def pretended(monkeypatch, fails=lambda point: None) -> list[tuple[Point, Pool]]
             raise error
         return {"step_ms": 1.0, "tokens_per_s": 1e3 * point.requests, "miss_rate": 0.1, "tokens": "a", "compile_s": 0.0}
 
-    monkeypatch.setattr(throughput, "compile_point", lambda *_: None)
+    monkeypatch.setattr(throughput, "lower_point", lambda *_: SimpleNamespace(compile=lambda after: None))
     monkeypatch.setattr(throughput, "time_point", time_point)
     monkeypatch.setattr(Share, "parameters", lambda self: [])
     return seen
@@ -251,6 +254,39 @@ def test_the_largest_concurrency_comes_first():
     assert [(point.requests, point.mode) for point in points(setting, 512)] == [
         (3, "full"), (3, "no_io"), (1, "full"), (1, "no_io"),
     ]  # fmt: skip
+
+
+def test_the_first_mode_of_a_concurrency_is_compiled_before_the_others(monkeypatch):
+    """Also where it fails. One thread lowers all of them."""
+    lowered_by, compiled = set(), []
+
+    def lower_point(share, point, *_):
+        lowered_by.add(threading.get_ident())
+
+        def compile(after):
+            if after is not None:
+                after.exception()
+            if point.mode == "full":
+                time.sleep(0.05)  # the others would be done by then
+            compiled.append(point)
+            if point == Point(1024, 3, "full"):
+                raise ValueError("no")
+            return point
+
+        return SimpleNamespace(compile=compile)
+
+    monkeypatch.setattr(throughput, "lower_point", lower_point)
+    share = Share(parse())
+    todo = points(share.setting, 1024)
+    with ThreadPoolExecutor(8) as compilers:
+        futures = throughput.compile_points(share, todo, [], compilers)
+    assert lowered_by == {threading.get_ident()} and set(futures) == set(todo) == set(compiled)
+    for point, future in futures.items():
+        assert compiled.index(Point(1024, point.requests, "full")) <= compiled.index(point)
+        if point != Point(1024, 3, "full"):
+            assert future.result() == point
+    with pytest.raises(ValueError, match="no"):
+        futures[Point(1024, 3, "full")].result()
 
 
 def test_points_of_a_context_have_pools_of_one_size():
