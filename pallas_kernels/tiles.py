@@ -132,43 +132,38 @@ def _each_lane(instruction: str) -> None:
 
 
 def produce(
-    count: int,
-    stages: int,
-    fill: Callable[..., None],
-    find: Callable[[Any], Any],
-    write: Callable[[Any, Any], None],
-    *,
-    ready: Any,
-    consumed: Any,
-    load: Callable[[Any], Array] | None = None,
-) -> None:
+    count: int, stages: int, fill: Callable[..., Any], find: Callable[[Any], Any], write: Callable[[Any, Any], None], *,
+    ready: Any, consumed: Any, load: Callable[..., Any] | None = None,
+) -> None:  # fmt: skip
     """The producer's loop over a ring of `stages` tiles: looking up, loading and copying run ahead of the consumers.
 
     Args:
       count: tiles in all.
       stages: tiles in shared memory, at least 2.
-      fill: starts the copies of a tile, given its number, its stage and, with `load`, what was loaded.
+      fill: starts the copies of a tile, given its number and stage, and also, with `load`, what was found of the next
+        tile and what is loaded, of which it gives back what is loaded then.
       find: begins to look up what the tile of a number consists of, into registers; called two tiles ahead, and twice
         past the last one.
       write: writes down what was found, given the number of its tile, one tile ahead. That of tile 0 is there already.
       ready: barriers `[stages]`, arrived at when a tile is there.
       consumed: barriers `[stages]`, waited for before a tile is overwritten, and all of them in the end.
-      load: begins to load a tile into registers, given its number, once what it consists of is written down.
+      load: begins to load into registers what `fill` left to it of the next tile, given what was found of that; given
+        no more, all of it.
     """
     lag = stages - 2  # tiles whose copies may still be on their way when the next one begins
 
-    def loaded(number: Any) -> tuple[Array, ...]:
-        return (load(number),) if load else ()
-
     def one(number: Any, carry: Any) -> Any:
-        found, words = carry
+        found, loaded = carry
         stage = lax.rem(number, jnp.int32(stages))
 
         @pl.when(number >= stages)
         def _wait() -> None:
             plgpu.barrier_wait(consumed.at[stage])
 
-        fill(number, stage, *words)
+        if load:
+            loaded = fill(number, stage, found, loaded)
+        else:
+            fill(number, stage)
         commit_copies()
         write(number + 1, found)
         copies_done(lag)
@@ -177,9 +172,10 @@ def produce(
         def _arrive() -> None:
             plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
 
-        return find(number + 2), loaded(number + 1)
+        return find(number + 2), load(found, loaded) if load else ()
 
-    lax.fori_loop(0, count, one, (find(jnp.int32(1)), loaded(jnp.int32(0))))
+    first = load(find(jnp.int32(0))) if load else ()
+    lax.fori_loop(0, count, one, (find(jnp.int32(1)), first))
     for number in range(max(0, count - lag), count):
         copies_done(count - 1 - number)
         plgpu.barrier_arrive(ready.at[number % stages])

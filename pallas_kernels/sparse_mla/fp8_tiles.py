@@ -3,8 +3,8 @@
 
 `tile[i, :512] = bf16(float32(value) * scale)`, rounded to nearest even as in the reference, then the 64 numbers. Values
 and scales are loaded into registers while their tile is still in use, and converted on the way from there: shared
-memory, which the tensor cores keep busy, sees no more of them than of bfloat16 records. Like the words of `tiles`, both
-steps have a `jax.numpy` twin under interpretation.
+memory, which the tensor cores keep busy, sees no more of them than of bfloat16 records. Under interpretation
+`copy_fp8_rest` makes the whole tile, in `jax.numpy`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pallas_kernels.tiles import _CHUNK, _REF, TILED, _copy_async, _row_address,
 
 _SCALED = 128  # values of a record that share a scale
 _PIECE = 1024  # bytes of 8 rows x 64 columns of a tile
-_PASS_ROWS = LANES // 4  # rows of which all lanes load 64 values at a time, 16 each
+ROWS = 32  # that are loaded and stored at a time: a warpgroup has four lanes for each
 
 
 def _fp8_records(tile: Any, source: Any, items: Any, latent: int) -> None:
@@ -54,83 +54,98 @@ def _fp8_records(tile: Any, source: Any, items: Any, latent: int) -> None:
     tile[...] = jnp.where(items[...][:rows, None] >= 0, record, jnp.bfloat16(0))
 
 
-def load_fp8_tile(rows: int, source: Any, items: Any, *, item_bytes: int, latent: int) -> Array:
-    """Begins to load values and scales of the records at `items`, zeros where that is negative.
+def own_row(lane: Array) -> Array:
+    """Which of `ROWS` rows a lane loads and stores a quarter of; int32 `[128]` of lanes, of which four share a row."""
+    return lax.shift_right_logical(lane, jnp.int32(2))
+
+
+def load_fp8_rows(source: Any, item: Array, *, item_bytes: int, latent: int) -> Array:
+    """Begins to load values and scales of records, zeros where the item is negative.
 
     Args:
-      rows: records, a multiple of 32.
-      source, items, item_bytes: as of `tiles.gather_tile`.
+      source, item_bytes: as of `tiles.gather_tile`.
+      item: int32 `[128]` in registers, for each lane that of its `own_row`.
       latent: values of a record, 512: four scales, one for each lane of a row.
     Returns:
-      What `store_fp8_tile` takes: int32 `[n]` in registers, values of 32 rows after the other, then scales.
+      What `store_fp8_rows` takes: int32 `[n]` in registers.
     """
-    passes, scales = rows // _PASS_ROWS, latent // _SCALED
-    n = LANES * passes * (latent // 64 * 4 + 1)
+    scales = latent // _SCALED
+    n = LANES * (latent // 64 * 4 + 1)
     if interpreting():
         return jnp.zeros(n, jnp.int32)
 
-    @_emit((_REF, _REF, spread(n)), n)
-    def emit(ctx: Any, source: Any, items: Any, like: Any) -> Any:
-        warp, row, quarter = _own()
-        own = [arith.addi(row, arith.addi(arith.muli(warp, _c(8)), _c(p * _PASS_ROWS))) for p in range(passes)]
-        wanted = [_load(items, each) for each in own]
-        values, factors = [], []
-        for item in wanted:
-            known, item = arith.extui(_i32(), _compare("sge", item, _c(0))), arith.maxsi(item, _c(0))
-            address = _row_address(source, item, item_bytes, arith.muli(quarter, _c(_CHUNK)))
-            values += [w for piece in range(latent // 64) for w in _load_global(address, piece * 64, 4, known)]
-            address = _row_address(source, item, item_bytes, arith.muli(quarter, _c(4)))
-            factors += _load_global(address, latent, 1, known)
-            address = _row_address(source, item, item_bytes, arith.muli(quarter, _c(32)))
-            _prefetch(address, latent + 4 * scales, known)  # the rest, which is copied when there is room for it
-        return (_replace(like, values + factors),)
+    @_emit((_REF, spread(LANES), spread(n)), n)
+    def emit(ctx: Any, source: Any, item: Any, like: Any) -> Any:
+        _, _, quarter = _own()
+        (item,) = _elements(item)
+        known, item = arith.extui(_i32(), _compare("sge", item, _c(0))), arith.maxsi(item, _c(0))
 
-    return emit(source, items, positions(n))[0]
+        def address(step: int) -> Any:
+            return _row_address(source, item, item_bytes, arith.muli(quarter, _c(step)))
+
+        values = [w for piece in range(latent // 64) for w in _load_global(address(_CHUNK), piece * 64, 4, known)]
+        factor = _load_global(address(4), latent, 1, known)
+        _prefetch(address(32), latent + 4 * scales, known)  # the rest, which is copied when there is room for it
+        mgpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)  # or the compiler begins them later
+        return (_replace(like, values + factor),)
+
+    return emit(source, item, positions(n))[0]
 
 
-def store_fp8_tile(tile: Any, source: Any, items: Any, words: Array, *, item_bytes: int, latent: int) -> None:
-    """Makes a tile of what `load_fp8_tile` loaded; its last 64 columns are copies to wait for by `tiles.copies_done`.
+def store_fp8_rows(tile: Any, words: Array, number: int, *, latent: int) -> None:
+    """Converts what `load_fp8_rows` loaded and stores it to rows `number * ROWS...` of a tile.
 
     Args:
       tile: bf16 `[rows, latent + 64]` in SMEM, `TILED`.
-      source, items, item_bytes, latent: as they were loaded from.
     """
     if interpreting():
-        _fp8_records(tile, source, items, latent)
         return
-    scales = latent // _SCALED
 
-    @_emit((plgpu.RefType(TILED), _REF, _REF, spread(words.shape[0])))
-    def emit(ctx: Any, tile: Any, source: Any, items: Any, words: Any) -> None:
-        down, across, _, _ = ir.MemRefType(tile.type).shape
-        places, chunk = _tile_places(tile)
-        wanted = [_load(items, row) for row, _ in places]
-        for item, (_, to) in zip(wanted, places, strict=True):
-            take = arith.select(_compare("sge", item, _c(0)), _c(_CHUNK), _c(0))
-            rest = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, arith.muli(chunk, _c(_CHUNK)))
-            _copy_async(to, rest, take, latent // 64 * _PIECE, latent + 4 * scales)
+    @_emit((plgpu.RefType(TILED), spread(words.shape[0])))
+    def emit(ctx: Any, tile: Any, words: Any) -> None:
+        _, across, _, _ = ir.MemRefType(tile.type).shape
         warp, row, quarter = _own()
         inside = arith.muli(arith.xori(arith.muli(quarter, _c(2)), row), _c(_CHUNK))
         inside = arith.addi(inside, arith.addi(arith.muli(row, _c(128)), arith.muli(warp, _c(across * _PIECE))))
         first = arith.addi(llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(tile)), inside)
         second = arith.xori(first, _c(_CHUNK))
         row_lane = arith.andi(_block_lane(), _c(WARP - 4))  # of the row's first lane, in its warp
-        passes, elements = range(down * 8 // _PASS_ROWS), iter(_elements(words))
-        values = [[[next(elements) for _ in range(4)] for _ in range(latent // 64)] for _ in passes]
-        for p, factor in zip(passes, elements, strict=True):
-            for piece, own in enumerate(values[p]):
-                lane = arith.addi(row_lane, _c(piece * 64 // _SCALED))
-                scale = nvvm.shfl_sync(_c(-1), factor, lane, _c(WARP - 1), nvvm.ShflKind.idx)
-                scale = llvm.bitcast(ir.F32Type.get(), scale)
-                offset = _c(p * (_PASS_ROWS // 8 * across * _PIECE) + piece * _PIECE)
-                for pair, to in ((own[:2], first), (own[2:], second)):
-                    _store_chunk([w for word in pair for w in _scaled(word, scale)], arith.addi(to, offset))
+        *values, factor = _elements(words)
+        for piece in range(latent // 64):
+            lane = arith.addi(row_lane, _c(piece * 64 // _SCALED))
+            scale = nvvm.shfl_sync(_c(-1), factor, lane, _c(WARP - 1), nvvm.ShflKind.idx)
+            scale = llvm.bitcast(ir.F32Type.get(), scale)
+            own = values[4 * piece : 4 * piece + 4]
+            offset = _c(number * (ROWS // 8) * across * _PIECE + piece * _PIECE)
+            for pair, to in ((own[:2], first), (own[2:], second)):
+                _store_chunk([w for word in pair for w in _scaled(word, scale)], arith.addi(to, offset))
 
-    emit(tile, source, items, words)
+    emit(tile, words)
+
+
+def copy_fp8_rest(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int) -> None:
+    """Begins the last 64 columns of a tile: copies to wait for by `tiles.copies_done`.
+
+    Arguments as of `tiles.gather_tile` and `load_fp8_rows`.
+    """
+    if interpreting():
+        _fp8_records(tile, source, items, latent)
+        return
+
+    @_emit((plgpu.RefType(TILED), _REF, _REF))
+    def emit(ctx: Any, tile: Any, source: Any, items: Any) -> None:
+        places, chunk = _tile_places(tile)
+        wanted = [_load(items, row) for row, _ in places]
+        for item, (_, to) in zip(wanted, places, strict=True):
+            take = arith.select(_compare("sge", item, _c(0)), _c(_CHUNK), _c(0))
+            rest = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, arith.muli(chunk, _c(_CHUNK)))
+            _copy_async(to, rest, take, latent // 64 * _PIECE, latent + 4 * (latent // _SCALED))
+
+    emit(tile, source, items)
 
 
 def _own() -> tuple[Any, Any, Any]:
-    """A lane's warp, its row of the 8 that the warp has of each 32, and its quarter of every 64 values of that row.
+    """A lane's warp, its row of the 8 that the warp has of `ROWS`, and its quarter of every 64 values of that row.
 
     16 values become two chunks of 16 bytes, 2 q and 2 q + 1 of a piece of 64 columns. In rows with even numbers the
     first of them are in even places, else in odd ones (see `tiles._tile_places`): so 8 lanes, of two rows, store to 8

@@ -136,14 +136,20 @@ def _attend(
         def ring(number: Any) -> Any:
             return items.at[lax.rem(number, jnp.int32(rings))]
 
+        def slot_at(index: int, number: Any, row: Array) -> Array:
+            """Slots of these records of a tile, -1 where there is none or, of these rows, the tile isn't."""
+            at = (part * part_tiles + number - begins[index]) * TOKENS + row
+            wanted = (row < TOKENS) & (at < counts[index]) & (number < part_tiles)
+            wanted = wanted & (at >= 0) if begins[index] else wanted
+            return indexed.gather(place_refs[index], jnp.where(wanted, at, -1))
+
         def find(number: Any) -> list[Array]:
-            """Slots of the records of a tile, -1 where there is none or, of all but one of the rows, the tile isn't."""
-            lane, found = indexed.positions(indexed.LANES), []
-            for place_ref, count, begin in zip(place_refs, counts, begins, strict=True):
-                at = (part * part_tiles + number - begin) * TOKENS + lane
-                wanted = (lane < TOKENS) & (at < count) & (number < part_tiles)
-                wanted = wanted & (at >= 0) if begin else wanted
-                found.append(indexed.gather(place_ref, jnp.where(wanted, at, -1)))
+            """Slots of a tile's records by the rows they are of; then, for fp8, of the records that a lane loads."""
+            lane = indexed.positions(indexed.LANES)
+            found = [slot_at(i, number, lane) for i in range(len(rows))]
+            if record == "fp8":
+                own = fp8_tiles.own_row(lane)
+                found += [slot_at(0, number, own + first) for first in range(0, TOKENS, fp8_tiles.ROWS)]
             return found
 
         def write(number: Any, found: list[Array]) -> None:
@@ -163,11 +169,24 @@ def _attend(
 
         fp8 = {"item_bytes": row_bytes, "latent": latent}
 
-        def load(number: Any) -> Array:
-            return fp8_tiles.load_fp8_tile(TOKENS, row_refs[0], ring(number), **fp8)
+        def load_rows(slot: Array) -> Array:
+            return fp8_tiles.load_fp8_rows(row_refs[0], jnp.minimum(slot, rows[0].hot_rows.shape[1] - 1), **fp8)
 
-        def store(number: Any, stage: Any, words: Array) -> None:
-            fp8_tiles.store_fp8_tile(tile.at[stage], row_refs[0], ring(number), words, **fp8)
+        def convert(number: Any, stage: Any, found: list[Array], loaded: list[Array]) -> list[Array]:
+            """Rows after rows into the tile; when some are there, as many of the next tile begin in their place."""
+            fp8_tiles.copy_fp8_rest(tile.at[stage], row_refs[0], ring(number), **fp8)
+            begun = []
+            for i, words in enumerate(loaded):
+                fp8_tiles.store_fp8_rows(tile.at[stage], words, i, latent=latent)
+                begun.append(load_rows(found[1 + i]) if i + 1 < len(loaded) else words)
+            return begun
+
+        def load(found: list[Array], loaded: list[Array] | None = None) -> list[Array]:
+            """The last rows, which are begun when the tile is handed over; at first all."""
+            _, *slots = found
+            if loaded is None:
+                return [load_rows(slot) for slot in slots]
+            return [*loaded[:-1], load_rows(slots[-1])]
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
@@ -178,7 +197,7 @@ def _attend(
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
             loop = functools.partial(tiles.produce, part_tiles, stages, ready=ready, consumed=consumed)
             if record == "fp8":
-                loop(store, find, write, load=load)
+                loop(convert, find, write, load=load)
             else:
                 loop(copy, find, write)
 

@@ -22,8 +22,8 @@ class Tuning(NamedTuple):
     split: Split
     stages: int = 2
     handed_on: bool = True
-    consumer_registers: tuple[int, int] = (216, 168)
-    producer_registers: int = 120
+    consumer_registers: tuple[int, int] = (224, 168)
+    producer_registers: int = 112
 
 
 def head_tiles(heads: int) -> int:
