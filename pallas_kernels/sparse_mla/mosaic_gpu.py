@@ -12,7 +12,7 @@ warpgroups, with two tiles in shared memory:
   as a key.
 
 ```
-producer: places of tile t+1 -> copies of tile t (when both released its stage) -> ready[stage]
+producer: places of tile t+2 -> copies of tile t (when both released its stage) -> ready[stage]
 leader:   ready[stage] -> logits -> softmax -> taken -> weights -> made -> values -> consumed[stage]
 follower: made -> values -> taken, consumed[stage]
 ```
