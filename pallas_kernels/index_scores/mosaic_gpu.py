@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import indexed
+from pallas_kernels import indexed, tiles
 from pallas_kernels.index_scores.tuning import Tuning, tuning
 
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -201,7 +201,8 @@ def msa_scores(
 
         def write(here: Any, score: Array) -> None:
             block = lax.div(here.start + (block_tokens - 1), jnp.int32(block_tokens))
-            out_ref.at[row, block][...] = score
+            # Blocks of few heads are less than a line of 128 bytes, which an assignment must not write in JAX 0.12.
+            tiles.store_rows(out_ref.at[row, block], score, plgpu.Layout.WGMMA.reduce(0))
 
         def tile(slot: Array, here: Any) -> None:
             products = _products((block_tokens, columns), (keys_smem.at[slot], queries))
@@ -257,7 +258,7 @@ def _over_tiles(
       arrived: barriers `[stages]` for as many copies as there are sources.
       records: of the row, at least `how.block`.
     """
-    tiles, last = -(-records // how.block), records - how.block
+    total, last = -(-records // how.block), records - how.block
 
     def of(step: Any) -> Any:
         """The records of this part's tile number `step`."""
@@ -271,7 +272,7 @@ def _over_tiles(
         for source, buffer in sources:
             plgpu.copy_gmem_to_smem(source(of(step)), buffer.at[slot], arrived.at[slot])
 
-    begun = jnp.where(length > last, jnp.int32(tiles), lax.div(length + (how.block - 1), jnp.int32(how.block)))
+    begun = jnp.where(length > last, jnp.int32(total), lax.div(length + (how.block - 1), jnp.int32(how.block)))
     count = mine(begun)
     for step in range(how.stages):
         pl.when(step < count)(lambda step=step: fetch(jnp.int32(step), step))
@@ -290,4 +291,4 @@ def _over_tiles(
         blank(of(step))
         return _
 
-    lax.fori_loop(count, mine(jnp.int32(tiles)), empty, jnp.int32(0))
+    lax.fori_loop(count, mine(jnp.int32(total)), empty, jnp.int32(0))
