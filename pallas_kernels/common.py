@@ -96,8 +96,15 @@ def _tuned_table(device_kind: str) -> dict[str, Any]:
     return json.loads((own if own.exists() else folder / "nvidia_h200.json").read_text())
 
 
-def tuned(operation: str) -> list[dict[str, Any]]:
-    """Measured launches of an operation on the current device, the first that fits is to be taken."""
+def tuned(operation: str, **sizes: int) -> dict[str, Any]:
+    """The measured launch of an operation on the current device: the first whose limits hold, {} if none does.
+
+    Args:
+      sizes: limits of a launch are `<name>_at_most`; one that it doesn't have holds.
+    """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     kind = abstract.device_kind if abstract is not None else jax.devices()[0].device_kind
-    return _tuned_table(kind)[operation]["choices"]
+    for choice in _tuned_table(kind)[operation]["choices"]:
+        if all(size <= choice.get(f"{name}_at_most", size) for name, size in sizes.items()):
+            return choice["how"]
+    return {}

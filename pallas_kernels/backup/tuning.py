@@ -24,6 +24,4 @@ class Tuning(NamedTuple):
 
 def tuning() -> Tuning:
     """The launch for any size."""
-    for choice in tuned("backup"):
-        return Tuning(**choice["how"])
-    return Tuning()
+    return Tuning(**tuned("backup"))

@@ -26,7 +26,4 @@ class Tuning(NamedTuple):
 
 def tuning(requests: int, span_bytes: int, *, beside: bool = False) -> Tuning:
     """The launch for so many requests and rows in a space of so many bytes; `beside`: one that runs beside compute."""
-    for choice in tuned("fetch_beside" if beside else "fetch"):
-        if span_bytes <= choice["span_bytes_at_most"] and requests <= choice.get("requests_at_most", requests):
-            return Tuning(**choice["how"])
-    return Tuning()
+    return Tuning(**tuned("fetch_beside" if beside else "fetch", requests=requests, span_bytes=span_bytes))

@@ -28,7 +28,4 @@ class Tuning(NamedTuple):
 
 def tuning(requests: int, span_bytes: int) -> Tuning:
     """The launch for so many requests, whose rows lie in a space of so many bytes (0 if nothing is fetched)."""
-    for choice in tuned("resolve"):
-        if requests <= choice["requests_at_most"] and span_bytes <= choice["span_bytes_at_most"]:
-            return Tuning(**choice["how"])
-    return Tuning()
+    return Tuning(**tuned("resolve", requests=requests, span_bytes=span_bytes))
