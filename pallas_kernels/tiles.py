@@ -133,7 +133,7 @@ def _each_lane(instruction: str) -> None:
 
 def produce(
     count: int, stages: int, fill: Callable[..., Any], find: Callable[[Any], Any], write: Callable[[Any, Any], None], *,
-    ready: Any, consumed: Any, load: Callable[..., Any] | None = None,
+    ready: Any, consumed: Any, load: Callable[[Any, Any], Any] | None = None, loaded: Any = (),
 ) -> None:  # fmt: skip
     """The producer's loop over a ring of `stages` tiles: looking up, loading and copying run ahead of the consumers.
 
@@ -147,8 +147,9 @@ def produce(
       write: writes down what was found, given the number of its tile, one tile ahead. That of tile 0 is there already.
       ready: barriers `[stages]`, arrived at when a tile is there.
       consumed: barriers `[stages]`, waited for before a tile is overwritten, and all of them in the end.
-      load: begins to load into registers what `fill` left to it of the next tile, given what was found of that; given
-        no more, all of it.
+      load: begins to load into registers what `fill` left to it of the next tile, given what was found of that and what
+        is loaded; gives back what is loaded then.
+      loaded: of tile 0.
     """
     lag = stages - 2  # tiles whose copies may still be on their way when the next one begins
 
@@ -172,10 +173,9 @@ def produce(
         def _arrive() -> None:
             plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
 
-        return find(number + 2), load(found, loaded) if load else ()
+        return find(number + 2), load(found, loaded) if load else loaded
 
-    first = load(find(jnp.int32(0))) if load else ()
-    lax.fori_loop(0, count, one, (find(jnp.int32(1)), first))
+    lax.fori_loop(0, count, one, (find(jnp.int32(1)), loaded))
     for number in range(max(0, count - lag), count):
         copies_done(count - 1 - number)
         plgpu.barrier_arrive(ready.at[number % stages])

@@ -181,23 +181,21 @@ def _attend(
                 begun.append(load_rows(found[1 + i]) if i + 1 < len(loaded) else words)
             return begun
 
-        def load(found: list[Array], loaded: list[Array] | None = None) -> list[Array]:
-            """The last rows, which are begun when the tile is handed over; at first all."""
-            _, *slots = found
-            if loaded is None:
-                return [load_rows(slot) for slot in slots]
-            return [*loaded[:-1], load_rows(slots[-1])]
+        def load(found: list[Array], loaded: list[Array]) -> list[Array]:
+            """The last rows, which begin when the tile is handed over."""
+            return [*loaded[:-1], load_rows(found[-1])]
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
             head = jnp.where(lane < own_heads, request * heads + first_head + lane, -1)
             indexed.scatter(items.at[rings - 1], jnp.where(lane < HEADS, lane, -1), head)
-            write(jnp.int32(0), find(jnp.int32(0)))
+            first = find(jnp.int32(0))
+            write(jnp.int32(0), first)
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
             loop = functools.partial(tiles.produce, part_tiles, stages, ready=ready, consumed=consumed)
             if record == "fp8":
-                loop(convert, find, write, load=load)
+                loop(convert, find, write, load=load, loaded=[load_rows(slot) for slot in first[1:]])
             else:
                 loop(copy, find, write)
 

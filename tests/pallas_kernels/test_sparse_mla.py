@@ -82,7 +82,7 @@ def test_halves_merge_by_log_sum_exp():
 
 
 def test_codes_of_nan():
-    """Finite latents of any size give none; one that isn't finite has a scale of 2^120 (see `fp8_tiles`)."""
+    """Finite latents of any size give none; one that isn't finite has a scale of 2^120."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, (200, 512), dtype=np.uint64).astype(np.uint32)
     latent = bits.view(np.float32)
     latent = np.where(np.isfinite(latent), latent, np.finfo(np.float32).max)
