@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of a follower's fetch beside compute, in the decode chunk of one selection group of GLM-5.2.
 
-A fetch takes multiprocessors from the matmuls beside it, and what it has under way on the link is what every other
-access to host memory, the launch of the next kernel too, waits behind. Too little under way, and it comes late. Which
-launch hides most is measured here, at every concurrency beside the step without IO and the one that fetches just
+A fetch takes multiprocessors from the matmuls beside it; with too few of them, or too little under way, it comes late.
+Which launch hides most is measured here, at every concurrency beside the step without IO and the one that fetches just
 before each attention, in the same run.
 
 `python -m benchmarks.bench_prefetch [--requests 8 16 32] [--launches 2,8,8 ...]` (programs, warpgroups, loads in
@@ -23,10 +22,11 @@ from benchmarks import common
 from hisparse_jax.config import load
 from hisparse_jax.simulated import Point, Share
 from hisparse_jax.throughput import Pool, compile_point, time_point
+from hisparse_jax.throughput_report import ratios
 from pallas_kernels import common as kernels
 from pallas_kernels.fetch.tuning import Tuning
 
-LAUNCHES = ("2,8,8", "2,8,4", "2,8,2", "1,8,8", "1,8,4", "4,4,4", "16,1,4")
+LAUNCHES = ("2,8,8", "4,8,1", "4,8,2", "8,8,1", "8,4,1", "4,4,4", "16,1,4")
 CONTEXT = 32768
 COLUMNS = ("requests", "mode", "how", "in_flight_kib", "step_ms", "hidden_share", "of_no_io", "same_tokens")
 
@@ -49,17 +49,12 @@ def records(requests: list[int], launches: list[Tuning], preset: str) -> Iterato
     for count in requests:
         no_io, sync = timed(count, "no_io"), timed(count, "sync")
         yield from (no_io, sync)
-        io_ms = followers * (sync["step_ms"] - no_io["step_ms"])
         for how in launches:
             table["choices"] = [{"span_bytes_at_most": 1 << 62, "how": how._asdict()}]
             record = timed(count, "prefetch")
-            yield record | {
-                "how": how._asdict(),
-                "in_flight_kib": how.programs * how.threads * how.in_flight * 128 * 16 / 1024,
-                "hidden_share": (sync["step_ms"] - record["step_ms"]) / io_ms,
-                "of_no_io": no_io["step_ms"] / record["step_ms"],
-                "same_tokens": record["tokens"] == sync["tokens"],
-            }
+            in_flight_kib = how.programs * how.threads * how.in_flight * 128 * 16 / 1024
+            compared = ratios({"no_io": no_io, "sync": sync, "prefetch": record}, followers)
+            yield compared | record | {"how": how._asdict(), "in_flight_kib": in_flight_kib}
 
 
 def main() -> None:

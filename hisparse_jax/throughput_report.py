@@ -46,12 +46,18 @@ def summary(points: Points, group_sizes: Sequence[int]) -> list[dict[str, Any]]:
         here = [point for point in timed if point["context"] == context]
         for requests in sorted({point["requests"] for point in here}):
             by_mode = {point["mode"]: point for point in here if point["requests"] == requests}
-            out.append({"context": context, "requests": requests} | _ratios(by_mode, followers))
+            out.append({"context": context, "requests": requests} | ratios(by_mode, followers))
         out.append({"context": context} | _peaks(here))
     return out
 
 
-def _ratios(by_mode: Mapping[str, Mapping[str, Any]], followers: float) -> dict[str, Any]:
+def ratios(by_mode: Mapping[str, Mapping[str, Any]], followers: float) -> dict[str, Any]:
+    """Ratios of one context and concurrency (see `summary`), those whose modes are there.
+
+    Args:
+      by_mode: a point's record by mode.
+      followers: their share of the layers.
+    """
     ms = {mode: point["step_ms"] for mode, point in by_mode.items()}
     out: dict[str, Any] = {"step_ms": ms}
     if "no_io" in ms and "full" in ms:
