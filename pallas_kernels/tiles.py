@@ -132,50 +132,42 @@ def _each_lane(instruction: str) -> None:
 
 
 def produce(
-    count: int, stages: int, fill: Callable[..., Any], find: Callable[[Any], Any], write: Callable[[Any, Any], None], *,
-    ready: Any, consumed: Any, load: Callable[[Any, Any], Any] | None = None, loaded: Any = (),
+    count: int, stages: int, copy: Callable[[Any, Any], None], locate: Callable[[Any], Callable[[], None]], *,
+    ready: Any, consumed: Any,
 ) -> None:  # fmt: skip
-    """The producer's loop over a ring of `stages` tiles: looking up, loading and copying run ahead of the consumers.
+    """The producer's loop over a ring of `stages` tiles: copies run ahead of the consumers.
 
     Args:
       count: tiles in all.
       stages: tiles in shared memory, at least 2.
-      fill: starts the copies of a tile, given its number and stage, and also, with `load`, what was found of the next
-        tile and what is loaded, of which it gives back what is loaded then.
-      find: begins to look up what the tile of a number consists of, into registers; called two tiles ahead, and twice
-        past the last one.
-      write: writes down what was found, given the number of its tile, one tile ahead. That of tile 0 is there already.
+      copy: starts the copies of a tile, given its number and its stage.
+      locate: looks up what the tile of a number consists of, and gives back what writes it down, called when the tile
+        before has been begun; done one tile ahead, and once past the last one.
       ready: barriers `[stages]`, arrived at when a tile is there.
       consumed: barriers `[stages]`, waited for before a tile is overwritten, and all of them in the end.
-      load: begins to load into registers what `fill` left to it of the next tile, given what was found of that and what
-        is loaded; gives back what is loaded then.
-      loaded: of tile 0.
     """
     lag = stages - 2  # tiles whose copies may still be on their way when the next one begins
 
-    def one(number: Any, carry: Any) -> Any:
-        found, loaded = carry
+    def one(number: Any, _: Any) -> Any:
         stage = lax.rem(number, jnp.int32(stages))
+        write = locate(number + 1)
 
         @pl.when(number >= stages)
         def _wait() -> None:
             plgpu.barrier_wait(consumed.at[stage])
 
-        if load:
-            loaded = fill(number, stage, found, loaded)
-        else:
-            fill(number, stage)
+        copy(number, stage)
         commit_copies()
-        write(number + 1, found)
+        write()
         copies_done(lag)
 
         @pl.when(number >= lag)
         def _arrive() -> None:
             plgpu.barrier_arrive(ready.at[lax.rem(number - lag, jnp.int32(stages))])
 
-        return find(number + 2), load(found, loaded) if load else loaded
+        return _
 
-    lax.fori_loop(0, count, one, (find(jnp.int32(1)), loaded))
+    lax.fori_loop(0, count, one, jnp.int32(0))
     for number in range(max(0, count - lag), count):
         copies_done(count - 1 - number)
         plgpu.barrier_arrive(ready.at[number % stages])

@@ -15,6 +15,7 @@ Tokens past `visible` are zeroed when they are copied. With `head_mask` a word o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,37 +88,33 @@ def sparse_gqa(
         part, request = lax.rem(rest, jnp.int32(parts)), lax.div(rest, jnp.int32(parts))
         rows_ref, place_ref, visible_ref = hot_ref.at[group_ref[0]], place_ref.at[request], visible_ref.at[request]
 
-        def tokens_of(number: Any) -> tuple[Array, Array]:
-            """For a lane, of its token of a tile: which record it is in, -1 if in none, and which one it is there."""
+        def locate(number: Any) -> Callable[[], None]:
+            """Looks up items of the tokens of a tile, -1 where there is none, and who sees them; to be written down."""
             lane = indexed.positions(indexed.LANES)
             at = (part * part_tiles + number) * TOKENS + lane
             record, token = lax.div(at, jnp.int32(tokens)), lax.rem(at, jnp.int32(tokens))
-            return jnp.where((lane < TOKENS) & (record < selected), record, -1), token
+            record = jnp.where((lane < TOKENS) & (record < selected), record, -1)
+            slot, count = indexed.gather(place_ref, record), indexed.gather(visible_ref, record, 0)
+            bits = []
+            if mask_ref is not None:
+                heads_at = [mask_ref.at[request, first_head + own] for own in range(consumers)]
+                bits = [indexed.gather(head, record, 0) for head in heads_at]
 
-        def find(number: Any) -> tuple[Array, ...]:
-            """Of a tile's tokens: slots of their records, how many tokens are visible there, and words of masks."""
-            record, _ = tokens_of(number)
-            found = indexed.gather(place_ref, record), indexed.gather(visible_ref, record, 0)
-            if mask_ref is None:
-                return found
-            masks = [mask_ref.at[request, first_head + own] for own in range(consumers)]
-            return *found, *(indexed.gather(mask, record, 0) for mask in masks)
+            def write() -> None:
+                ring, target = lax.rem(number, jnp.int32(rings)), jnp.where(lane < TOKENS, lane, -1)
+                seen = (slot >= 0) & (token < count)
+                item = jnp.minimum(slot, slots - 1) * tokens + token
+                indexed.scatter(items.at[ring], target, jnp.where(seen, item, -1))
+                for own, word in enumerate(bits):
+                    indexed.scatter(mask_words_ring[0].at[ring, own], target, jnp.where(seen, word, 0))
 
-        def write(number: Any, found: tuple[Array, ...]) -> None:
-            """Items of the tokens, -1 where there is none, and who sees them."""
-            slot, count, *masks = found
-            lane, (_, token) = indexed.positions(indexed.LANES), tokens_of(number)
-            ring, lane = lax.rem(number, jnp.int32(rings)), jnp.where(lane < TOKENS, lane, -1)
-            seen, item = (slot >= 0) & (token < count), jnp.minimum(slot, slots - 1) * tokens + token
-            indexed.scatter(items.at[ring], lane, jnp.where(seen, item, -1))
-            for own, bits in enumerate(masks):
-                indexed.scatter(mask_words_ring[0].at[ring, own], lane, jnp.where(seen, bits, 0))
+            return write
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
             head = jnp.where(lane < heads, (request * kv_heads + first_head) * heads + lane, -1)
             indexed.scatter(items.at[rings - 1], jnp.where(lane < HEADS, lane, -1), head)
-            write(jnp.int32(0), find(jnp.int32(0)))
+            locate(jnp.int32(0))()
             plgpu.commit_smem()
             for own in range(consumers):
                 tiles.gather_tile(
@@ -134,7 +131,7 @@ def sparse_gqa(
                             offset=(first_head + (own + offset)) * head_bytes,
                         )  # fmt: skip
 
-            tiles.produce(part_tiles, stages, copy, find, write, ready=ready, consumed=consumed)
+            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
 
         def consume(own: int) -> None:
             def one(number: Any, state: Any) -> Any:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of fp8 records: 512 e4m3 values, a float32 scale for each 128 of them, and 64 bfloat16 numbers.
 
-`tile[i, :512] = bf16(float32(value) * scale)`, rounded to nearest even as in the reference, then the 64 numbers. Values
-and scales are loaded into registers while their tile is still in use, and converted on the way from there: shared
-memory, which the tensor cores keep busy, sees no more of them than of bfloat16 records. Under interpretation
-`copy_fp8_rest` makes the whole tile, in `jax.numpy`.
+`tile[i, :512] = bf16(float32(value) * scale)`, rounded to nearest even as in the reference, then the 64 numbers. Like
+the words of `tiles`, `fill_fp8_tile` has a `jax.numpy` twin under interpretation.
 """
 
 from __future__ import annotations
@@ -12,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -22,24 +21,20 @@ from pallas_kernels.indexed import (
     _block_lane,
     _c,
     _compare,
-    _elements,
     _emit,
     _i32,
     _load,
-    _replace,
     arith,
     interpreting,
     ir,
     llvm,
-    nvvm,
-    positions,
-    spread,
 )
-from pallas_kernels.tiles import _CHUNK, _REF, TILED, _copy_async, _row_address, _tile_places
+from pallas_kernels.tiles import _CHUNK, _REF, TILED, _copy_async, _row_address
 
 _SCALED = 128  # values of a record that share a scale
-_PIECE = 1024  # bytes of 8 rows x 64 columns of a tile
-ROWS = 32  # that are loaded and stored at a time: a warpgroup has four lanes for each
+_ROWS = 8  # that a warp copies and converts at a time: they share pieces of 8 rows x 64 columns, of 1 KiB each
+_PIECE = 1024
+_RAW = 576  # bytes from a row's raw values and scales to the next ones, which so begin 64 bytes further on in the banks
 
 
 def _fp8_records(tile: Any, source: Any, items: Any, latent: int) -> None:
@@ -54,79 +49,17 @@ def _fp8_records(tile: Any, source: Any, items: Any, latent: int) -> None:
     tile[...] = jnp.where(items[...][:rows, None] >= 0, record, jnp.bfloat16(0))
 
 
-def own_row(lane: Array) -> Array:
-    """Which of `ROWS` rows a lane loads and stores a quarter of; int32 `[128]` of lanes, of which four share a row."""
-    return lax.shift_right_logical(lane, jnp.int32(2))
+def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int) -> None:
+    """A tile of the records at `items`, zeros where that is negative; arguments as of `tiles.gather_tile`.
 
-
-def load_fp8_rows(source: Any, item: Array, *, item_bytes: int, latent: int) -> Array:
-    """Begins to load values and scales of records, zeros where the item is negative.
-
-    Args:
-      source, item_bytes: as of `tiles.gather_tile`.
-      item: int32 `[128]` in registers, for each lane that of its `own_row`.
-      latent: values of a record, 512: four scales, one for each lane of a row.
-    Returns:
-      What `store_fp8_rows` takes: int32 `[n]` in registers.
-    """
-    scales = latent // _SCALED
-    n = LANES * (latent // 64 * 4 + 1)
-    if interpreting():
-        return jnp.zeros(n, jnp.int32)
-
-    @_emit((_REF, spread(LANES), spread(n)), n)
-    def emit(ctx: Any, source: Any, item: Any, like: Any) -> Any:
-        _, _, quarter = _own()
-        (item,) = _elements(item)
-        known, item = arith.extui(_i32(), _compare("sge", item, _c(0))), arith.maxsi(item, _c(0))
-
-        def address(step: int) -> Any:
-            return _row_address(source, item, item_bytes, arith.muli(quarter, _c(step)))
-
-        values = [w for piece in range(latent // 64) for w in _load_global(address(_CHUNK), piece * 64, 4, known)]
-        factor = _load_global(address(4), latent, 1, known)
-        _prefetch(address(32), latent + 4 * scales, known)  # the rest, which is copied when there is room for it
-        mgpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)  # or the compiler begins them later
-        return (_replace(like, values + factor),)
-
-    return emit(source, item, positions(n))[0]
-
-
-def store_fp8_rows(tile: Any, words: Array, number: int, *, latent: int) -> None:
-    """Converts what `load_fp8_rows` loaded and stores it to rows `number * ROWS...` of a tile.
+    A warp has 8 rows of every 32. It copies their values and scales as they are to where their numbers will be, reads
+    them into registers, and writes the numbers over them, 8 rows while the next 8 are on their way. Raw values of a row
+    lie in one piece: a copy that scatters its chunks of 16 bytes takes several times as long.
 
     Args:
-      tile: bf16 `[rows, latent + 64]` in SMEM, `TILED`.
-    """
-    if interpreting():
-        return
-
-    @_emit((plgpu.RefType(TILED), spread(words.shape[0])))
-    def emit(ctx: Any, tile: Any, words: Any) -> None:
-        _, across, _, _ = ir.MemRefType(tile.type).shape
-        warp, row, quarter = _own()
-        inside = arith.muli(arith.xori(arith.muli(quarter, _c(2)), row), _c(_CHUNK))
-        inside = arith.addi(inside, arith.addi(arith.muli(row, _c(128)), arith.muli(warp, _c(across * _PIECE))))
-        first = arith.addi(llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(tile)), inside)
-        second = arith.xori(first, _c(_CHUNK))
-        row_lane = arith.andi(_block_lane(), _c(WARP - 4))  # of the row's first lane, in its warp
-        *values, factor = _elements(words)
-        for piece in range(latent // 64):
-            lane = arith.addi(row_lane, _c(piece * 64 // _SCALED))
-            scale = nvvm.shfl_sync(_c(-1), factor, lane, _c(WARP - 1), nvvm.ShflKind.idx)
-            scale = llvm.bitcast(ir.F32Type.get(), scale)
-            own = values[4 * piece : 4 * piece + 4]
-            offset = _c(number * (ROWS // 8) * across * _PIECE + piece * _PIECE)
-            for pair, to in ((own[:2], first), (own[2:], second)):
-                _store_chunk([w for word in pair for w in _scaled(word, scale)], arith.addi(to, offset))
-
-    emit(tile, words)
-
-
-def copy_fp8_rest(tile: Any, source: Any, items: Any, *, item_bytes: int, latent: int) -> None:
-    """Begins the last 64 columns of a tile: copies to wait for by `tiles.copies_done`.
-
-    Arguments as of `tiles.gather_tile` and `load_fp8_rows`.
+      tile: bf16 `[rows, latent + 64]`, rows a multiple of 32.
+      item_bytes: of a record, a multiple of 16.
+      latent: values of a record, 512: as many chunks as a warp has lanes.
     """
     if interpreting():
         _fp8_records(tile, source, items, latent)
@@ -134,25 +67,72 @@ def copy_fp8_rest(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
 
     @_emit((plgpu.RefType(TILED), _REF, _REF))
     def emit(ctx: Any, tile: Any, source: Any, items: Any) -> None:
-        places, chunk = _tile_places(tile)
-        wanted = [_load(items, row) for row, _ in places]
-        for item, (_, to) in zip(wanted, places, strict=True):
+        down, across, _, _ = ir.MemRefType(tile.type).shape
+        lane = arith.andi(_block_lane(), _c(LANES - 1))
+        warp, in_warp = arith.shrui(lane, _c(5)), arith.andi(lane, _c(WARP - 1))
+        base = llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(tile))
+        base = arith.addi(base, arith.muli(warp, _c(across * _PIECE)))
+        step = LANES // WARP * across * _PIECE  # bytes to a warp's next 8 rows
+        passes = range(down * _ROWS * WARP // (_ROWS * LANES))
+        raw_begin = latent // 64 * _PIECE - _ROWS * _RAW
+        rest = latent + 4 * (latent // _SCALED)
+
+        def record(p: int, row: Any) -> tuple[Any, Any, Any]:
+            """Of one of a warp's 8 rows: where it comes from, where it waits, and 16, or 0 if there is none."""
+            item = _load(items, arith.addi(arith.muli(warp, _c(_ROWS)), arith.addi(row, _c(p * _ROWS * LANES // WARP))))
             take = arith.select(_compare("sge", item, _c(0)), _c(_CHUNK), _c(0))
-            rest = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, arith.muli(chunk, _c(_CHUNK)))
-            _copy_async(to, rest, take, latent // 64 * _PIECE, latent + 4 * (latent // _SCALED))
+            address = _row_address(source, arith.maxsi(item, _c(0)), item_bytes, _c(0))
+            to = arith.addi(base, arith.muli(row, _c(_RAW)))
+            return address, arith.addi(to, _c(p * step + raw_begin)), take
+
+        def moved(address: Any, chunk: Any) -> Any:
+            return arith.addi(address, arith.extui(address.type, arith.muli(chunk, _c(_CHUNK))))
+
+        # Lanes for what is less than a row: 8 of a row for its last 64 numbers, 4 rows at a time; 1 for its scales.
+        four, eighth = arith.shrui(in_warp, _c(3)), arith.andi(in_warp, _c(7))
+        own, quarter = arith.shrui(in_warp, _c(2)), arith.andi(in_warp, _c(3))
+        ends = [arith.addi(four, _c(i)) for i in (0, 4)]
+        rows = [[record(p, _c(row)) for row in range(_ROWS)] for p in passes]
+        last = [[record(p, row) for row in ends] for p in passes]
+        quarters = [record(p, own) for p in passes]
+        for p in passes:
+            for address, raw, take in rows[p]:
+                _copy_async(arith.addi(raw, arith.muli(in_warp, _c(_CHUNK))), moved(address, in_warp), take, 0, 0)
+            for row, (address, _, take) in zip(ends, last[p], strict=True):
+                to = arith.addi(arith.muli(row, _c(128)), arith.muli(arith.xori(eighth, row), _c(_CHUNK)))
+                to = arith.addi(base, arith.addi(to, _c(p * step + latent // 64 * _PIECE)))
+                _copy_async(to, moved(address, eighth), take, 0, rest)
+            with mgpu.when(_compare("eq", quarter, _c(0))):
+                address, raw, take = quarters[p]
+                _copy_async(raw, address, take, latent, latent)
+            mgpu_utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+        # Four lanes convert a row, 16 values of 64 each at a time, which become two neighbouring chunks of a piece. In
+        # rows with even numbers the first of these are in even places, else in odd ones (see `tiles._tile_places`): so
+        # eight lanes, of two rows, store to eight different ones.
+        inside = arith.muli(arith.xori(arith.muli(quarter, _c(2)), own), _c(_CHUNK))
+        first = arith.addi(base, arith.addi(inside, arith.muli(own, _c(128))))
+        second = arith.xori(first, _c(_CHUNK))
+        for p in passes:
+            mgpu_utils.inline_ptx(f"cp.async.wait_group {len(passes) - 1 - p};", has_side_effects=True)
+            _warp_barrier()
+            _, raw, _ = quarters[p]
+            mine = arith.addi(raw, arith.muli(quarter, _c(_CHUNK)))
+            scales = _load_words(raw, latent, 4)
+            values = [_load_words(mine, piece * 64, 4) for piece in range(latent // 64)]
+            _warp_barrier()  # numbers are about to take the place of raw values and scales
+            for piece, words in enumerate(values):
+                scale = llvm.bitcast(ir.F32Type.get(), scales[piece * 64 // _SCALED])
+                for pair, to in ((words[:2], first), (words[2:], second)):
+                    numbers = [number for word in pair for number in _scaled(word, scale)]
+                    _store_chunk(numbers, arith.addi(to, _c(p * step + piece * _PIECE)))
 
     emit(tile, source, items)
 
 
-def _own() -> tuple[Any, Any, Any]:
-    """A lane's warp, its row of the 8 that the warp has of `ROWS`, and its quarter of every 64 values of that row.
-
-    16 values become two chunks of 16 bytes, 2 q and 2 q + 1 of a piece of 64 columns. In rows with even numbers the
-    first of them are in even places, else in odd ones (see `tiles._tile_places`): so 8 lanes, of two rows, store to 8
-    different places.
-    """
-    lane = arith.andi(_block_lane(), _c(LANES - 1))
-    return arith.shrui(lane, _c(5)), arith.andi(arith.shrui(lane, _c(2)), _c(7)), arith.andi(lane, _c(3))
+def _warp_barrier() -> None:
+    """What the lanes of the warp have copied or written is there for all of them."""
+    mgpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)
 
 
 def _scaled(word: Any, scale: Any) -> list[Any]:
@@ -176,22 +156,7 @@ def _store_chunk(words: list[Any], address: Any) -> None:
     llvm.store(value, llvm.inttoptr(llvm.PointerType.get(3), address), alignment=_CHUNK)
 
 
-def _load_global(address: Any, offset: int, count: int, known: Any) -> list[Any]:
-    """Words of global memory, zeros where `known` is 0; begun where it stands, and not kept in the L1 cache.
-
-    What is under way for a tile is more than the L1 cache has room for beside two tiles.
-    """
-    names = [f"%w{i}" for i in range(count)]
-    vector, braced = (f".v{count}", f"{{{', '.join(names)}}}") if count > 1 else ("", names[0])
-    lines = [f".reg .b32 {', '.join(names)};", ".reg .pred %known;", f"setp.ne.s32 %known, ${count + 1}, 0;"]
-    lines += [f"mov.b32 {name}, 0;" for name in names]
-    lines += [f"@%known ld.global.L1::no_allocate{vector}.b32 {braced}, [${count}+{offset}];"]
-    lines += [f"mov.b32 ${i}, {name};" for i, name in enumerate(names)]
-    block, types = f"{{ {' '.join(lines)} }}", (_i32(),) * count
-    return list(mgpu_utils.inline_ptx(block, address, known, result_types=types, has_side_effects=True))
-
-
-def _prefetch(address: Any, offset: int, known: Any) -> None:
-    """Asks for a line of global memory to be in the L2 cache soon, unless `known` is 0."""
-    lines = ".reg .pred %known;", "setp.ne.s32 %known, $1, 0;", f"@%known prefetch.global.L2 [$0+{offset}];"
-    mgpu_utils.inline_ptx(f"{{ {' '.join(lines)} }}", address, known, has_side_effects=True)
+def _load_words(address: Any, offset: int, count: int) -> tuple[Any, ...]:
+    """Words of shared memory, in order with the barriers around them."""
+    load = f"ld.shared.v{count}.b32 {{{', '.join(f'${i}' for i in range(count))}}}, [${count}+{offset}];"
+    return mgpu_utils.inline_ptx(load, address, result_types=(_i32(),) * count, has_side_effects=True)

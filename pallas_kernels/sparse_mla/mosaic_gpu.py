@@ -12,7 +12,7 @@ warpgroups, with two tiles in shared memory:
   as a key.
 
 ```
-producer: places of tile t+2 -> copies of tile t (when both released its stage) -> ready[stage]
+producer: places of tile t+1 -> copies of tile t (when both released its stage) -> ready[stage]
 leader:   ready[stage] -> logits -> softmax -> taken -> weights -> made -> values -> consumed[stage]
 follower: made -> values -> taken, consumed[stage]
 ```
@@ -136,68 +136,48 @@ def _attend(
         def ring(number: Any) -> Any:
             return items.at[lax.rem(number, jnp.int32(rings))]
 
-        def slot_at(index: int, number: Any, row: Array) -> Array:
-            """Slots of these records of a tile, -1 where there is none or, of these rows, the tile isn't."""
-            at = (part * part_tiles + number - begins[index]) * TOKENS + row
-            wanted = (row < TOKENS) & (at < counts[index]) & (number < part_tiles)
-            wanted = wanted & (at >= 0) if begins[index] else wanted
-            return indexed.gather(place_refs[index], jnp.where(wanted, at, -1))
+        def locate(number: Any) -> Callable[[], None]:
+            """Looks up slots of the records of a tile, -1 where there is none; to be written into the ring."""
+            lane, found = indexed.positions(indexed.LANES), []
+            for each, place_ref, count, begin in zip(rows, place_refs, counts, begins, strict=True):
+                at = (part * part_tiles + number - begin) * TOKENS + lane
+                wanted = (lane < TOKENS) & (at < count)
+                wanted = wanted & (at >= 0) if begin else wanted
+                found.append((indexed.gather(place_ref, jnp.where(wanted, at, -1)), each.hot_rows.shape[1] - 1))
 
-        def find(number: Any) -> list[Array]:
-            """Slots of a tile's records by the rows they are of; then, for fp8, of the records that a lane loads."""
-            lane = indexed.positions(indexed.LANES)
-            found = [slot_at(i, number, lane) for i in range(len(rows))]
-            if record == "fp8":
-                own = fp8_tiles.own_row(lane)
-                found += [slot_at(0, number, own + first) for first in range(0, TOKENS, fp8_tiles.ROWS)]
-            return found
+            def write() -> None:
+                slots = [jnp.minimum(slot, last) for slot, last in found]  # of all but one of the rows it is -1
+                slot = functools.reduce(jnp.maximum, slots)
+                indexed.scatter(ring(number), jnp.where(lane < TOKENS, lane, -1), slot)
 
-        def write(number: Any, found: list[Array]) -> None:
-            lane, last = indexed.positions(indexed.LANES), [each.hot_rows.shape[1] - 1 for each in rows]
-            slot = functools.reduce(jnp.maximum, map(jnp.minimum, found, last))
-            indexed.scatter(ring(number), jnp.where(lane < TOKENS, lane, -1), slot)
+            return write
 
         def copy(number: Any, stage: Any) -> None:
             for i, rows_ref in enumerate(row_refs):
-                args = tile.at[stage], rows_ref, ring(number)
-                gather = functools.partial(tiles.gather_tile, *args, item_bytes=row_bytes)
+                make = functools.partial(copy_from, rows_ref, ring(number), stage)
+                if len(rows) == 1:
+                    make()
+                    continue
                 at = part * part_tiles + number
                 here = at >= begins[i]
                 if i + 1 < len(rows):  # the last ones also have the tiles past the end, of no records
                     here = here & (at < ends[i])
-                pl.when(here)(gather) if len(rows) > 1 else gather()
+                pl.when(here)(make)
 
-        fp8 = {"item_bytes": row_bytes, "latent": latent}
-
-        def load_rows(slot: Array) -> Array:
-            return fp8_tiles.load_fp8_rows(row_refs[0], jnp.minimum(slot, rows[0].hot_rows.shape[1] - 1), **fp8)
-
-        def convert(number: Any, stage: Any, found: list[Array], loaded: list[Array]) -> list[Array]:
-            """Rows after rows into the tile; when some are there, as many of the next tile begin in their place."""
-            fp8_tiles.copy_fp8_rest(tile.at[stage], row_refs[0], ring(number), **fp8)
-            begun = []
-            for i, words in enumerate(loaded):
-                fp8_tiles.store_fp8_rows(tile.at[stage], words, i, latent=latent)
-                begun.append(load_rows(found[1 + i]) if i + 1 < len(loaded) else words)
-            return begun
-
-        def load(found: list[Array], loaded: list[Array]) -> list[Array]:
-            """The last rows, which begin when the tile is handed over."""
-            return [*loaded[:-1], load_rows(found[-1])]
+        def copy_from(rows_ref: Any, slots: Any, stage: Any) -> None:
+            if record == "fp8":
+                fp8_tiles.fill_fp8_tile(tile.at[stage], rows_ref, slots, item_bytes=row_bytes, latent=latent)
+            else:
+                tiles.gather_tile(tile.at[stage], rows_ref, slots, item_bytes=row_bytes)
 
         def produce() -> None:
             lane = indexed.positions(indexed.LANES)
             head = jnp.where(lane < own_heads, request * heads + first_head + lane, -1)
             indexed.scatter(items.at[rings - 1], jnp.where(lane < HEADS, lane, -1), head)
-            first = find(jnp.int32(0))
-            write(jnp.int32(0), first)
+            locate(jnp.int32(0))()
             plgpu.commit_smem()
             tiles.gather_tile(query_tile, query_ref, items.at[rings - 1], item_bytes=2 * width)
-            loop = functools.partial(tiles.produce, part_tiles, stages, ready=ready, consumed=consumed)
-            if record == "fp8":
-                loop(convert, find, write, load=load, loaded=[load_rows(slot) for slot in first[1:]])
-            else:
-                loop(copy, find, write)
+            tiles.produce(part_tiles, stages, copy, locate, ready=ready, consumed=consumed)
 
         def shown_in(number: Any) -> Callable[[], Array]:
             def shown() -> Array:

@@ -22,8 +22,8 @@ class Tuning(NamedTuple):
     split: Split
     stages: int = 2
     handed_on: bool = True
-    consumer_registers: tuple[int, int] = (224, 168)
-    producer_registers: int = 112
+    consumer_registers: tuple[int, int] = (240, 176)
+    producer_registers: int = 88
 
 
 def head_tiles(heads: int) -> int:
