@@ -15,8 +15,9 @@ class Tuning(NamedTuple):
       split: parts of K, and tiles of 64 records of a part.
       stages: tiles in shared memory at a time; each takes 72 KiB, so 2 is what fits.
       handed_on: whether one consumer computes the weights for both.
-      consumer_registers, producer_registers: of a lane, multiples of 8. Together they must not exceed 504, which is
-        what three warpgroups start with: more, and a consumer waits for registers for ever.
+      consumer_registers, producer_registers: of a lane, multiples of 8. A lane starts with 168, so consumers take no
+        fewer (the hardware refuses to take 160 as a gain) and the producer no more; together they must not exceed 504,
+        or a consumer waits for registers for ever.
     """
 
     split: Split

@@ -22,7 +22,7 @@ pytestmark = needs_gpu
 RECORDS = ("bfloat16", "fp8")
 LAUNCHES: list[dict[str, Any]] = [
     {"handed_on": False},
-    {"consumer_registers": (240, 160), "producer_registers": 104},
+    {"consumer_registers": (224, 168), "producer_registers": 112},
 ]
 
 
