@@ -243,11 +243,12 @@ def records(
     """Times every point; one that doesn't fit in memory is recorded as such. Traces go to `profile`, if given."""
     budget = share.cache_budget()["cache_bytes"]
     for context in share.setting.contexts:
-        pool, todo = Pool(), points(share.setting, context)
+        pool, todo, started = Pool(), points(share.setting, context), time.perf_counter()
         with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as compilers:
             compiled = compile_points(share, todo, params, compilers, profile is not None)
             for future in compiled.values():  # nothing is timed while the compiler tries kernels out on the same device
                 future.exception()
+            console.print(f"{len(todo)} points compiled in {time.perf_counter() - started:.0f} s")
             for point in todo:
                 size = share.request_bytes(point)
                 record = dataclasses.asdict(point) | {
@@ -272,6 +273,8 @@ def _write(folder: RunFolder, result: dict[str, Any]) -> None:
 def run(config: Config, console: Console, *, profile: bool = False) -> Path:
     """Runs a throughput experiment and gives back its run folder; with `profile`, traces of each point in it.
 
+    Interrupted, it leaves a folder of the points that were timed, and says in it that it was.
+
     Raises:
       UserError: something the user can mend; ExpectationError: modes emitted different tokens.
     """
@@ -292,9 +295,14 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
     console.print(f"{result['simulated']}; {result['label']}.")
     with run_folder(Path(config.runs), config.name) as folder:
         params = share.parameters()
-        for record in records(share, params, console, folder.partial / "profile" if profile else None):
-            result["points"].append(record)
-            _write(folder, result)
+        try:
+            for record in records(share, params, console, folder.partial / "profile" if profile else None):
+                result["points"].append(record)
+                _write(folder, result)
+        except KeyboardInterrupt:  # what has been timed is worth keeping
+            if not result["points"]:
+                raise
+            result["interrupted"] = True
         result["summary"] = report.summary(result["points"], share.shape.group_sizes)
         report.show(console, result)
         for context, requests in dict.fromkeys((point["context"], point["requests"]) for point in result["points"]):
@@ -305,6 +313,8 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
         report.plot(folder.partial / "result.png", result)
     console.print(f"written to [bold]{folder.final}[/bold]")
     failed = [point["error"] for point in result["points"] if point.get("error", "").startswith("failed")]
+    if result.get("interrupted"):
+        raise KeyboardInterrupt
     if failed:
         raise ExpectationError(f"{len(failed)} of {len(result['points'])} points failed, the first with: {failed[0]}")
     if config.expect.bitwise and any(entry.get("same_tokens") is False for entry in result["summary"]):

@@ -224,6 +224,19 @@ def test_another_error_keeps_what_was_timed_and_fails_the_run(monkeypatch, tmp_p
     assert sum("step_ms" in point for point in result["points"]) == 7
 
 
+def test_an_interrupted_run_keeps_what_was_timed(monkeypatch, tmp_path):
+    pretended(monkeypatch, lambda point: KeyboardInterrupt() if point == Point(1024, 1, "sync") else None)
+    with pytest.raises(KeyboardInterrupt):
+        throughput.run(replace(parse(), runs=str(tmp_path / "late")), console())
+    (folder,) = (tmp_path / "late").iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert len(result["points"]) == 5 and result["interrupted"] and result["summary"][0]["step_ms"] == {"full": 1.0}
+    pretended(monkeypatch, lambda point: KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        throughput.run(replace(parse(), runs=str(tmp_path / "early")), console())
+    assert not list((tmp_path / "early").iterdir())
+
+
 def test_modes_that_emit_other_tokens_fail_the_run(monkeypatch, tmp_path):
     pretended(monkeypatch)
     timed = throughput.time_point
