@@ -278,7 +278,7 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
     Raises:
       UserError: something the user can mend; ExpectationError: modes emitted different tokens.
     """
-    share = Share(config)
+    share, started = Share(config), time.perf_counter()
     for context in share.setting.contexts:
         for point in points(share.setting, context):
             share.check(point)
@@ -303,6 +303,7 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
             if not result["points"]:
                 raise
             result["interrupted"] = True
+        result["wall_s"] = time.perf_counter() - started
         result["summary"] = report.summary(result["points"], share.shape.group_sizes)
         report.show(console, result)
         for context, requests in dict.fromkeys((point["context"], point["requests"]) for point in result["points"]):

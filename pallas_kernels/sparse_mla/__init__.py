@@ -42,7 +42,7 @@ def sparse_mla(
     check("sparse_mla", "query", query, (None, None, row.width))
     check("sparse_mla", "hot_rows", hot_rows, (None, None, row.words), jnp.uint32)
     check("sparse_mla", "place", place, (query.shape[0], None), jnp.int32)
-    reason = mosaic_gpu.unsupported(query, place, row) or _unproved(implementation, row.record == "bfloat16")
+    reason = mosaic_gpu.unsupported(query, place, row)
     run = mosaic_gpu if choose(implementation, "sparse_mla", reason) == "mosaic_gpu" else reference
     return run.sparse_mla(query, hot_rows, jnp.asarray(group, jnp.int32), place, row=row, scale=scale)
 
@@ -85,14 +85,9 @@ def sparse_entries(
     check("sparse_entries", "window_rows", window_rows, (None, None, words), jnp.uint32)
     check("sparse_entries", "window_place", window_place, (requests, None), jnp.int32)
     check("sparse_entries", "sink", sink, (heads,), jnp.float32)
-    reason = mosaic_gpu.unsupported_entries(query, place, window_place, record) or _unproved(implementation, False)
+    reason = mosaic_gpu.unsupported_entries(query, place, window_place, record)
     run = mosaic_gpu if choose(implementation, "sparse_entries", reason) == "mosaic_gpu" else reference
     group, window_group = jnp.asarray(group, jnp.int32), jnp.asarray(window_group, jnp.int32)
     return run.sparse_entries(
         query, hot_rows, group, place, window_rows, window_group, window_place, sink, record=record, scale=scale
     )
-
-
-def _unproved(implementation: Implementation, proved: bool) -> str | None:
-    """Why "auto" doesn't take a form of the kernel: as it is now it has not passed its tests on a GPU."""
-    return None if proved or implementation != "auto" else "this form has not passed its tests on a GPU yet"

@@ -110,7 +110,7 @@ def test_the_record_says_what_it_is(done):
     result = done.result
     assert result["label"].startswith("synthetic: random weights")
     assert result["simulated"] == "layers 1 to 4 of 5 of Small, one rank of 2"
-    assert result["config"]["synthetic"]["weight_bytes"] == 2.0
+    assert result["config"]["synthetic"]["weight_bytes"] == 2.0 and result["wall_s"] > 0
     assert result["locality"]["recency_fall"] == 2.0 and result["environment"]["platform"] == "cpu"
     assert [sorted(entry) for entry in result["summary"]][-1] == ["context", "peak_ratio", "peaks"]
     for words in ("layers 1 to 4 of 5 of Small", "synthetic", "no_io (output invalid)", "written to"):

@@ -179,7 +179,9 @@ def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "where"), [("32k", ""), ("32k_r32", ", second record")])
+@pytest.mark.parametrize(
+    ("name", "where"), [("32k_peaks", ""), ("32k", ", layers 6 to 13"), ("32k_r32", ", second record")]
+)
 def test_the_docs_show_the_records(name, where):
     """Step times and ratios in the table of docs/throughput.md; summaries are of the points that are there."""
     text = (ROOT / "docs/throughput.md").read_text()

@@ -25,7 +25,7 @@ from pallas_kernels.sparse_gqa.tuning import tuning as gqa_tuning
 from pallas_kernels.sparse_mla import arg_specs as mla_specs
 from pallas_kernels.sparse_mla import mosaic_gpu as mla_kernel
 from pallas_kernels.sparse_mla.tuning import tuning as mla_tuning
-from tests.pallas_kernels.attention_cases import GQA_SCALE, MLA_SCALE, agree, gqa_case, mla_case
+from tests.pallas_kernels.attention_cases import GQA_SCALE, MLA_SCALE, agree, entry_case, gqa_case, mla_case
 from tests.pallas_kernels.kernel_cases import DEVICES, ON_GPU, abstract_gpu, lower_for_cuda, without_races
 
 on_cpu = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
@@ -110,6 +110,7 @@ def test_launches(requests, selected):
         parts, tiles = how.split
         assert parts * tiles * 64 >= selected > (parts - 1) * tiles * 64
         assert sum(how.consumer_registers) + how.producer_registers <= 504
+        assert min(how.consumer_registers) >= 168 >= how.producer_registers
     for kv_heads in (1, 2, 8):
         how = gqa_tuning(requests, kv_heads, selected * 16, masked=False)
         assert how.split.parts * how.split.tiles * 64 >= selected * 16 and kv_heads % how.consumers == 0
@@ -134,12 +135,13 @@ def test_merge_of_parts_where_nothing_was_attended():
 
 def test_auto_takes_the_kernels():
     """And says why a named kernel can't take a shape."""
-    case, pages = mla_case("bfloat16", 2, 16, 4), gqa_case(2, 2, 4, 3, 16)
-    mla = functools.partial(sparse_mla.sparse_mla, *case.args(), scale=1.0)
+    pages = gqa_case(2, 2, 4, 3, 16)
     gqa = functools.partial(sparse_gqa.sparse_gqa, *pages.args(), scale=1.0)
-    assert "mosaic_gpu" in lower_for_cuda(lambda: mla(row=case.row))
-    fp8 = mla_case("fp8", 2, 16, 4)
-    assert "mosaic_gpu" not in lower_for_cuda(lambda: sparse_mla.sparse_mla(*fp8.args(), row=fp8.row, scale=1.0))
+    for case in (mla_case("bfloat16", 2, 16, 4), mla_case("fp8", 2, 16, 4)):
+        mla = functools.partial(sparse_mla.sparse_mla, *case.args(), row=case.row, scale=1.0)
+        assert "mosaic_gpu" in lower_for_cuda(mla)
+    entries = functools.partial(sparse_mla.sparse_entries, *entry_case("bfloat16", 2, 16, 4, 3).args(), scale=1.0)
+    assert "mosaic_gpu" in lower_for_cuda(lambda: entries(record="bfloat16"))
     assert "mosaic_gpu" in lower_for_cuda(lambda: gqa(dtype=jnp.bfloat16))
     with abstract_gpu(), pytest.raises(ValueError, match=r"bfloat16 records, got float32"):
         gqa(dtype=jnp.float32, implementation="mosaic_gpu")
