@@ -26,12 +26,12 @@ def end_step(cache: Cache, implementation: Implementation = "auto") -> Cache:
         return cache
     closed = cache.active & (cache.tokens % layout.record_tokens == 0)
     in_space = host_rows(cache, jnp.maximum(cache.length - 1, 0))
-    pool = cache.pool
+    newest, targets = [], []
     for position, rows in enumerate(cache.hot_rows):
         spaces = np.array(layout.spaces_at(position), np.int32)
-        newest = rows.at[:, cache.newest].get(mode="clip").reshape(-1, layout.words)
-        target = jnp.where(
-            (closed & (in_space >= 0))[None], spaces[:, None] * layout.rows_per_space + in_space[None], -1
-        ).ravel()
-        pool = backup(pool, newest, target, implementation=implementation)
+        newest.append(rows.at[:, cache.newest].get(mode="clip").reshape(-1, layout.words))
+        target = spaces[:, None] * layout.rows_per_space + in_space[None]
+        targets.append(jnp.where((closed & (in_space >= 0))[None], target, -1).ravel())
+    # Together, as a launch costs more than its few rows.
+    pool = backup(cache.pool, jnp.concatenate(newest), jnp.concatenate(targets), implementation=implementation)
     return cache.replace(pool=pool)
