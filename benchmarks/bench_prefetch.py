@@ -21,7 +21,7 @@ import jax
 from benchmarks import common
 from hisparse_jax.config import load
 from hisparse_jax.simulated import Point, Share
-from hisparse_jax.throughput import Pool, compile_point, time_point
+from hisparse_jax.throughput import Pool, lower_point, time_point
 from hisparse_jax.throughput_report import ratios
 from pallas_kernels import common as kernels
 from pallas_kernels.fetch.tuning import Tuning
@@ -42,7 +42,7 @@ def records(requests: list[int], launches: list[Tuning], preset: str) -> Iterato
     def timed(count: int, mode: Any) -> dict[str, Any]:
         jax.clear_caches()  # the launch is no argument of what is traced
         point = Point(CONTEXT, count, mode)
-        record = time_point(share, point, compile_point(share, point, params), params, pool, Path())
+        record = time_point(share, point, lower_point(share, point, params).compile(), params, pool, Path())
         kept = ("step_ms", "step_ms_samples", "miss_rate", "tokens")
         return {"requests": count, "mode": mode} | {name: record[name] for name in kept}
 

@@ -9,8 +9,8 @@ GPU time stamps, launch gaps included: `call_us` with an idle GPU, so that it al
 kernel after the other, and `queued_us` with the launches already queued, as they are in a decode loop. `empty` records
 give the same for a kernel that does nothing. The portable implementation (`xla`) is timed by the wall clock.
 
-`python -m benchmarks.bench_resolve [--plans core rows more] [--wide GiB ...]` writes a file of records a plan into
-benchmarks/results/, and a plot of the first; with `--show FILES` it prints and plots what is there.
+`python -m benchmarks.bench_resolve [--plans core rows more portable pages] [--wide GiB ...]` writes a file of records a
+plan into benchmarks/results/, and a plot of the first; with `--show FILES` it prints and plots what is there.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class SyntheticConfig:
       warmup_steps: steps before anything is timed.
       steps: steps that are timed, as often as `repeats` says.
       repeats: how many times are taken.
-      cold_concurrency: where the first step after admission, in which everything misses, is timed too.
+      cold_concurrency: where the first step after admission, in which nearly everything misses, is timed too.
       device_share: of the device's memory, may be used.
       weight_bytes: of a parameter, in the rule that fixes the memory for caches.
     """

@@ -120,11 +120,6 @@ def lower_point(share: Share, point: Point, params: list[Array], profile: bool =
     )
 
 
-def compile_point(share: Share, point: Point, params: list[Array], profile: bool = False) -> Programs:
-    """Compiles everything of a point; allocates nothing of its size."""
-    return lower_point(share, point, params, profile).compile()
-
-
 def _no_pool(layout: Layout) -> Array:
     """Stands for the host pool where only shapes count."""
     return jnp.zeros((layout.pool_rows, layout.words), jnp.uint32)
@@ -276,7 +271,9 @@ def run(config: Config, console: Console, *, profile: bool = False) -> Path:
     Interrupted, it leaves a folder of the points that were timed, and says in it that it was.
 
     Raises:
-      UserError: something the user can mend; ExpectationError: modes emitted different tokens.
+      UserError: something the user can mend.
+      ExpectationError: points failed, or modes emitted different tokens.
+      KeyboardInterrupt: it was interrupted.
     """
     share, started = Share(config), time.perf_counter()
     for context in share.setting.contexts:

@@ -20,7 +20,7 @@ HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
 
 
-def choose(implementation: str, operation: str, mosaic_gpu: str | None = "not written yet") -> str:
+def choose(implementation: str, operation: str, mosaic_gpu: str | None) -> str:
     """Turns `auto` into the implementation that the current platform runs; a named one that can't run is an error.
 
     Args:

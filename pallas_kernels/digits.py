@@ -229,8 +229,8 @@ def write_set_bits(out: Any, words: Array, rank: Array, position: Array) -> None
 
 
 # Words: shared memory of other programs of the cluster ---------------------------------------------------------------
-def gather_of(ref: Any, index: Array, program: int, default: int = 0) -> Array:
-    """`gather` from the same SMEM ref of program `program` of the cluster (of one axis); int32.
+def gather_of(ref: Any, index: Array, program: int) -> Array:
+    """`gather` from the same SMEM ref of program `program` of the cluster (of one axis); int32, 0 for an index of -1.
 
     What the other one wrote is there after a `cluster_arrive` and `cluster_wait` of both, and until the other one ends.
     """
@@ -242,7 +242,7 @@ def gather_of(ref: Any, index: Array, program: int, default: int = 0) -> Array:
         wanted = _elements(index)
         places = [mgpu_utils.getelementptr(base, [arith.maxsi(i, _c(0))], _i32()) for i in wanted]
         loaded = [llvm.load(_i32(), place) for place in places]
-        values = [arith.select(_compare("sge", i, _c(0)), v, _c(default)) for i, v in zip(wanted, loaded, strict=True)]
+        values = [arith.select(_compare("sge", i, _c(0)), v, _c(0)) for i, v in zip(wanted, loaded, strict=True)]
         return (_replace(index, values),)
 
     return emit(ref, index)[0]

@@ -48,17 +48,15 @@ class Split(NamedTuple):
     tiles: int
 
 
-def split(programs: int, tokens: int, *, processors: int = PROCESSORS, least: int = 2) -> Split:
+def split(programs: int, tokens: int) -> Split:
     """Parts that so many programs are split into, by shape only: those that take the fewest tiles' time.
 
-    Programs run in waves of `processors`. A wave takes the tiles of a part and about two more for its first rows and
-    its results; merging takes about two once.
+    Programs run in waves of `PROCESSORS`. A wave takes the tiles of a part, at least two where there are as many, and
+    about two more for its first rows and its results; merging takes about two once.
 
     Args:
       programs: there would be without splitting.
       tokens: keys that each of them attends to.
-      processors: programs that run at a time.
-      least: tiles of a part, if there are as many.
     """
     tiles = max(1, -(-tokens // TOKENS))
 
@@ -67,9 +65,9 @@ def split(programs: int, tokens: int, *, processors: int = PROCESSORS, least: in
         return Split(-(-tiles // each), each)
 
     def cost(how: Split) -> int:
-        return -(-programs * how.parts // processors) * (how.tiles + 2) + 2 * (how.parts > 1)
+        return -(-programs * how.parts // PROCESSORS) * (how.tiles + 2) + 2 * (how.parts > 1)
 
-    return min((of(parts) for parts in range(1, max(1, min(tiles // least, MAX_PARTS)) + 1)), key=cost)
+    return min((of(parts) for parts in range(1, max(1, min(tiles // 2, MAX_PARTS)) + 1)), key=cost)
 
 
 class Softmax(NamedTuple):

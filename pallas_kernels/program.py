@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a program of a kernel covers an array in rounds, and puts rows of a wide pool into address order.
 
-Random rows of a wide pool cost address translations: 38 GB/s over 4.5 GiB, where neighbours reach 51. All programs of
-the grid start together, so when each takes its rows in address order, all of them sweep the pool in one direction and
-what is under way at a time lies close together (docs/kernels.md has the figures).
+Random rows of a wide pool cost address translations. All programs of the grid start together, so when each takes its
+rows in address order, all of them sweep the pool in one direction and what is under way at a time lies close together
+(docs/kernels.md has figures).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -191,13 +191,14 @@ class Budget:
       host: needs in pinned host memory by name.
       device_limit: bytes there are on the device, or None if unknown.
       host_limit: bytes of host memory there are, or None if unknown.
+      shared: whether device and host are one memory, as on a CPU.
     """
 
     device: Mapping[str, int]
     host: Mapping[str, int]
     device_limit: int | None = None
     host_limit: int | None = None
-    shared: bool = field(default=False)  # device and host are one memory, as on a CPU
+    shared: bool = False
 
     def check(self) -> None:
         """Raises MemoryError, with need, have and the settings to change, if something does not fit."""

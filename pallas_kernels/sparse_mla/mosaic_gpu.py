@@ -16,8 +16,8 @@ producer: places of tile t+1 -> copies of tile t (when both released its stage) 
 leader:   ready[stage] -> logits -> softmax -> taken -> weights -> made -> values -> consumed[stage]
 follower: made -> values -> taken, consumed[stage]
 ```
-With `Tuning.handed_on` false there is no leader: both compute the same logits, which takes a third more products than
-needed and no exchange. Either way the sums are the same to the last bit.
+With `Tuning.handed_on` false there is no leader: both compute the same logits, which takes half as many products again
+and no exchange. Either way the sums are the same to the last bit.
 A window's tiles come after those of the entries. A sink is where the first part begins: one key without a value.
 With several parts the results are merged by their log-sum-exp, in order. How many parts there are depends on shapes
 alone, and places only on where a row is read: results don't depend on where rows lie.

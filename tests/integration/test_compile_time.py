@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from hisparse_jax import config as configs
-from hisparse_jax.throughput import Point, Share, compile_point
+from hisparse_jax.throughput import Point, Share, lower_point
 
 WHOLE = {"glm52_prefetch": (78, "prefetch"), "dsv32_decode": (61, "sync")}
 
@@ -34,7 +34,7 @@ def test_parameters_of_a_share_without_data(preset):
 def test_whole_models_compile_in_time(preset):
     """No data is needed to compile. The chunk's temporaries are smaller than one expert layer's smallest matrix."""
     share, mode = whole(preset), WHOLE[preset][1]
-    programs = compile_point(share, Point(32768, 16, mode), jax.eval_shape(share.parameters))
+    programs = lower_point(share, Point(32768, 16, mode), jax.eval_shape(share.parameters)).compile()
     assert programs.compile_s < 90
     memory = programs.decode.memory_analysis()
     expert = 2 * share.shape.experts * share.shape.hidden * share.shape.expert_width
