@@ -186,6 +186,7 @@ def time_point(
             state, _ = jax.block_until_ready(programs.profiled(params, state))
         times = stage_us(profile, operation_names(programs.profiled.as_text()))
         record["stage_us"] = {stage: us / chunk for stage, us in times.items()}
+        record["outside_kernels"] = 1 - sum(record["stage_us"].values()) / 1e3 / float(np.median(step_ms))
     pool.take_back(state)
     emitted = np.concatenate([np.asarray(one) for one in tokens])
     counted = np.concatenate(counters)

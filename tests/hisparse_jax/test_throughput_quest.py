@@ -108,6 +108,7 @@ def test_a_profile(tmp_path):
     folder = throughput.run(small, Console(quiet=True), profile=True)
     (point,) = json.loads((folder / "result.json").read_text())["points"]
     assert sum(point["stage_us"].values()) > 0
+    assert point["outside_kernels"] == pytest.approx(1 - sum(point["stage_us"].values()) / 1e3 / point["step_ms"])
     assert {"index_scores", "resolve", "attention", "mlp"} <= set(point["stage_us"])
     assert any((folder / f"profile/{CONTEXT}_tokens_3_requests_sync").rglob("*.xplane.pb"))
 
