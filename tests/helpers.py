@@ -83,13 +83,18 @@ def pinned(rows: np.ndarray) -> jax.Array:
     return jax.device_put(rows, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
 
 
+def bits(values) -> np.ndarray:
+    """The bits of each number, as unsigned integers."""
+    values = np.asarray(values)
+    return values.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[values.dtype.itemsize])
+
+
 def same_bits(got, want) -> None:
     """Asserts equality of dtype, shape and every bit, NaNs and signs of zeros included."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.dtype == want.dtype, f"{got.dtype} is not {want.dtype}"
     assert got.shape == want.shape, f"{got.shape} is not {want.shape}"
-    as_integers = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[got.dtype.itemsize]
-    np.testing.assert_array_equal(got.view(as_integers), want.view(as_integers))
+    np.testing.assert_array_equal(bits(got), bits(want))
 
 
 def lowered_for(function, platform: str, *arguments) -> str:

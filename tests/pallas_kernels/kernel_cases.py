@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tests.helpers import bits
+
 HOST = jax.memory.Space.Host
 DEVICES = {"NVIDIA H100": 132, "NVIDIA H200": 132, "NVIDIA B200": 148}
 ON_GPU = jax.default_backend() == "gpu"
@@ -68,6 +70,9 @@ class Sizes(NamedTuple):
     tables: int = 2
 
 
+SMALL = Sizes(requests=5, selected=64, hot_slots=150, ring_slots=10, page_records=4, pages=200)
+
+
 class Step(NamedTuple):
     selected: np.ndarray
     length: np.ndarray
@@ -82,12 +87,12 @@ def tables(sizes: Sizes, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarr
     return slot_ids, recency, pages
 
 
-def trace(sizes: Sizes, steps: int, rng: np.random.Generator, *, reuse: float = 0.8) -> Iterator[Step]:
+def trace(sizes: Sizes, steps: int, rng: np.random.Generator) -> Iterator[Step]:
     """A random walk of selections: requests come, grow past H and H + W, and go; most selected ids come again."""
     context = sizes.pages * sizes.page_records
-    length = np.zeros(sizes.requests, np.int64)
-    last = [np.zeros(0, np.int64) for _ in range(sizes.requests)]
     edges = [1, sizes.hot_slots, sizes.hot_slots + 1, sizes.hot_slots + sizes.ring_slots, context - 20]
+    length = rng.choice(edges, sizes.requests)
+    last = [np.zeros(0, np.int64) for _ in range(sizes.requests)]
     for _ in range(steps):
         selected = np.full((sizes.requests, sizes.selected), -1, np.int32)
         for r in range(sizes.requests):
@@ -102,10 +107,10 @@ def trace(sizes: Sizes, steps: int, rng: np.random.Generator, *, reuse: float = 
             if n and rng.random() < 0.2:
                 n = int(rng.integers(1, n + 1))
             if n:
-                old = last[r][last[r] < length[r]]
-                old = rng.permutation(old)[: int(n * reuse)]
+                newest = [length[r] - 1] * int(rng.random() < 0.5)
+                old = rng.permutation(last[r][last[r] < length[r]])
                 fresh = rng.choice(length[r], min(n, int(length[r])), replace=False)
-                ids = np.concatenate([[length[r] - 1], old, fresh])
+                ids = np.concatenate([newest, old[rng.random(len(old)) < 0.8], fresh]).astype(np.int64)
                 ids = ids[np.sort(np.unique(ids, return_index=True)[1])][:n]
                 last[r] = ids
                 selected[r, :n] = (
@@ -114,14 +119,55 @@ def trace(sizes: Sizes, steps: int, rng: np.random.Generator, *, reuse: float = 
         yield Step(selected, length.astype(np.int32))
 
 
+def _outside_the_ring(sizes: Sizes, steps: int, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Lengths of each step, all beyond H, and for each request the ids that are in no ring, in random order."""
+    context, ones = sizes.pages * sizes.page_records, np.ones(sizes.requests, np.int32)
+    assert context - steps >= sizes.hot_slots + sizes.ring_slots
+    ids = [rng.permutation(context - steps - sizes.ring_slots).astype(np.int32) for _ in ones]
+    return [(context - steps + number) * ones for number in range(1, steps + 1)], ids
+
+
+def all_hits(sizes: Sizes, steps: int, rng: np.random.Generator) -> Iterator[Step]:
+    """K records outside the ring, the same ones every step: the first step misses them all, the others none."""
+    lengths, ids = _outside_the_ring(sizes, steps, rng)
+    selected = np.stack([np.sort(row[: sizes.selected]) for row in ids])
+    for length in lengths:
+        yield Step(selected, length)
+
+
+def all_misses(sizes: Sizes, steps: int, rng: np.random.Generator) -> Iterator[Step]:
+    """K records outside the ring, which come again when H others have come since: every step misses them all."""
+    lengths, ids = _outside_the_ring(sizes, steps, rng)
+    width = sizes.selected
+    turns = len(ids[0]) // width
+    assert (turns - 1) * width >= sizes.hot_slots
+    for number, length in enumerate(lengths):
+        at = number % turns * width
+        yield Step(np.stack([np.sort(row[at : at + width]) for row in ids]), length)
+
+
+def check_counters(counters: np.ndarray, walk, width: int) -> None:
+    """Counters `[steps, R, 3]` are as the walk says: hits (ring included), ring hits, misses."""
+    if walk is trace:
+        hits, ring_hits, misses = counters.sum((0, 1))
+        assert min(hits - ring_hits, ring_hits, misses) > 0, "a trace without hits, ring hits or misses shows nothing"
+        return
+    missed = np.full(len(counters), walk is all_misses)
+    missed[0] = True
+    want = np.where(missed[:, None, None], [0, 0, width], [width, 0, 0])
+    np.testing.assert_array_equal(counters, np.broadcast_to(want, counters.shape))
+
+
 def same(got, want, what: str) -> None:
-    """Every leaf bitwise equal."""
+    """Asserts equality of dtype, shape and every bit of every leaf, NaNs and signs of zeros included."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        if not np.array_equal(a, b):
-            wrong = np.argwhere(a != b)
+        a, b, name = np.asarray(a), np.asarray(b), f"{what}{jax.tree_util.keystr(path)}"
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            raise AssertionError(f"{name}: {a.dtype} {list(a.shape)} instead of {b.dtype} {list(b.shape)}")
+        wrong = np.argwhere(bits(a) != bits(b))
+        if len(wrong):
             raise AssertionError(
-                f"{what}{jax.tree_util.keystr(path)}: {len(wrong)} of {a.size} differ, first at {wrong[0]}: "
+                f"{name}: {len(wrong)} of {a.size} differ, first at {wrong[0]}: "
                 f"{a[tuple(wrong[0])]} instead of {b[tuple(wrong[0])]}"
             )
 

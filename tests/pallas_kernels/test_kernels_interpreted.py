@@ -23,6 +23,9 @@ from pallas_kernels.resolve.types import Plan
 from tests.pallas_kernels.kernel_cases import (
     ON_GPU,
     Sizes,
+    all_hits,
+    all_misses,
+    check_counters,
     pool_words,
     same,
     tables,
@@ -39,8 +42,12 @@ def interpreted():
         yield
 
 
-@pytest.mark.parametrize("selected, hot_slots, buckets", [(9, 150, 0), (9, 150, 4), (40, 40, 0), (1, 7, 2)])
-def test_resolve_and_fetch(selected, hot_slots, buckets):
+@pytest.mark.parametrize(
+    "selected, hot_slots, buckets, walk",
+    [(9, 150, 0, trace), (9, 150, 4, trace), (40, 40, 0, trace), (1, 7, 2, trace), (40, 40, 0, all_hits),
+     (40, 40, 4, all_misses)],
+)  # fmt: skip
+def test_resolve_and_fetch(selected, hot_slots, buckets, walk):
     sizes = Sizes(requests=3, selected=selected, hot_slots=hot_slots, ring_slots=5, page_records=4, pages=75)
     rng = np.random.default_rng(0)
     ids, ages, pages = tables(sizes, rng)
@@ -58,17 +65,19 @@ def test_resolve_and_fetch(selected, hot_slots, buckets):
         )  # fmt: skip
 
     step, want_of = jax.jit(kernel), jax.jit(functools.partial(reference.resolve, **options))
-    state, seen = (jnp.asarray(ids), jnp.asarray(ages)), 0
-    for selected_ids, length in trace(sizes, 30, rng):
+    state, counters = (jnp.asarray(ids), jnp.asarray(ages)), []
+    for selected_ids, length in walk(sizes, 30, rng):
         want = want_of(selected_ids, length, *state, pages, jnp.int32(1))
-        got, hot = step(hot if seen else jnp.asarray(hot), selected_ids, length, *state)
-        same(got, want, f"step {seen}: ")
+        got, hot = step(jnp.asarray(hot), selected_ids, length, *state)
+        same(got, want, f"step {len(counters)}: ")
         plan = jax.tree.map(np.asarray, want.plan)
         for r in range(3):
             n = plan.count[r]
             at = np.asarray(base)[r] + plan.slot[r, :n]
             same(np.asarray(hot)[1, at], pool_words(plan.host_row[r, :n] + rows_per_space, words), "rows")
-        state, seen = (got.slot_ids, got.recency), seen + 1
+        state = got.slot_ids, got.recency
+        counters.append(np.asarray(got.counters))
+    check_counters(np.stack(counters), walk, selected)
 
 
 @pytest.mark.parametrize("programs, buckets", [(1, 0), (3, 0), (3, 4)])

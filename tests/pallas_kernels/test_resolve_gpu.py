@@ -10,22 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hisparse_jax.compiler_options import CONCURRENT
 from pallas_kernels.fetch import fetch
 from pallas_kernels.resolve import mosaic_gpu, reference, resolve_and_fetch
 from pallas_kernels.resolve.tuning import Tuning
-from tests.pallas_kernels.kernel_cases import Sizes, make_pool, needs_gpu, pinned, pool_words, same, tables, trace
+from tests.pallas_kernels.kernel_cases import (
+    SMALL,
+    Sizes,
+    all_hits,
+    all_misses,
+    check_counters,
+    make_pool,
+    needs_gpu,
+    pinned,
+    pool_words,
+    same,
+    tables,
+    trace,
+)
 
 pytestmark = needs_gpu
-CONCURRENT = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,CONDITIONAL,WHILE,"
-    "DYNAMIC_SLICE_FUSION",
-    "xla_gpu_graph_min_graph_size": 1,
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-}
 
 
-def run_trace(sizes, words, how, steps=200, seed=0, reuse=0.8, fetch=True):
-    rng = np.random.default_rng(seed)
+def run_trace(sizes, words, how, steps=200, walk=trace, fetch=True):
+    rng = np.random.default_rng(0)
     ids, ages, pages = tables(sizes, rng)
     rows_per_space = sizes.requests * sizes.pages * sizes.page_records
     slots = sizes.hot_slots + sizes.ring_slots
@@ -52,13 +60,13 @@ def run_trace(sizes, words, how, steps=200, seed=0, reuse=0.8, fetch=True):
 
     got_state = want_state = (jnp.asarray(ids), jnp.asarray(ages))
     got_state = jax.tree.map(jnp.copy, got_state)
-    totals = np.zeros(3, int)
-    for number, (selected, length) in enumerate(trace(sizes, steps, rng, reuse=reuse)):
+    counters = []
+    for number, (selected, length) in enumerate(walk(sizes, steps, rng)):
         want = want_of(selected, length, *want_state, pages, table)
         got, hot = step(pool, hot, selected, length, *got_state)
         same(got, want, f"step {number}: ")
         got_state, want_state = (got.slot_ids, got.recency), (want.slot_ids, want.recency)
-        totals += np.asarray(got.counters).sum(0)
+        counters.append(np.asarray(got.counters))
         if fetch:
             plan = jax.tree.map(np.asarray, got.plan)
             for r in range(sizes.requests):
@@ -67,11 +75,9 @@ def run_trace(sizes, words, how, steps=200, seed=0, reuse=0.8, fetch=True):
                 expected[1, at] = pool_words(plan.host_row[r, :n] + rows_per_space, words)
             if number % 20 == 19 or number == steps - 1:
                 same(np.asarray(hot), expected, f"step {number}: hot rows")
-    assert totals.sum() > 0, totals
-    return totals
+    check_counters(np.stack(counters), walk, sizes.selected)
 
 
-SMALL = Sizes(requests=5, selected=64, hot_slots=150, ring_slots=10, page_records=4, pages=200)
 CORNERS = {
     "K=1": SMALL._replace(selected=1),
     "K=H": SMALL._replace(selected=150),
@@ -112,9 +118,10 @@ def test_rows_in_address_order(buckets):
     run_trace(CORNERS["wide"], 2, Tuning(1, 8, 1, buckets), steps=30)
 
 
-@pytest.mark.parametrize("reuse", [0.0, 1.0])
-def test_all_misses_and_all_hits(reuse):
-    run_trace(SMALL, 8, Tuning(4, 4, 4), reuse=reuse, steps=100)
+@pytest.mark.parametrize("walk", [all_hits, all_misses])
+@pytest.mark.parametrize("sizes", [SMALL, CORNERS["K=H"], CORNERS["wide"]], ids=["small", "K=H", "wide"])
+def test_all_hits_and_all_misses(sizes, walk):
+    run_trace(sizes, 8, Tuning(4, 4, 4), steps=100 if sizes.hot_slots < 1000 else 20, walk=walk)
 
 
 def test_context_beyond_shared_memory():

@@ -13,6 +13,7 @@ from pallas_kernels.resolve import resolve, resolve_and_fetch
 from pallas_kernels.resolve.reference import ORDERS
 from tests import oracles
 from tests.helpers import int32, padded, pinned, random_selection, same_bits, words
+from tests.pallas_kernels.kernel_cases import SMALL, all_hits, all_misses, check_counters
 
 PAGE_RECORDS, PAGES, REQUESTS, TABLES = 4, 10, 4, 2
 SIZES = {  # K, H, W
@@ -126,6 +127,20 @@ def test_all_miss_then_all_hit():
     for selected, misses in ((first, 4), (first, 0), (second, 4), (second, 0), (first, 4)):
         done = trace.step(np.stack([selected] * REQUESTS), lengths)
         assert [one.misses for one in done] == [misses] * REQUESTS
+
+
+@pytest.mark.parametrize("walk", [all_hits, all_misses])
+@pytest.mark.parametrize("width", [SMALL.selected, SMALL.hot_slots])
+def test_walks_of_the_kernel_tests(width, walk):
+    """Traces that are nothing but hits after the first step, or nothing but misses, by the simulator."""
+    sizes, counters = SMALL._replace(selected=width), []
+    tables = [oracles.admitted_table(sizes.hot_slots + 1, sizes.hot_slots)] * sizes.requests
+    options = {"hot_slots": sizes.hot_slots, "ring_slots": sizes.ring_slots}
+    for selected, length in walk(sizes, 100, np.random.default_rng(0)):
+        done = [oracles.resolve_row(*row, **options) for row in zip(selected, length, tables, strict=True)]
+        tables = [one.table for one in done]
+        counters.append([(one.hits, one.ring_hits, one.misses) for one in done])
+    check_counters(np.array(counters), walk, width)
 
 
 def test_all_in_the_ring():
