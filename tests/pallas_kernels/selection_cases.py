@@ -58,22 +58,22 @@ def expected_topk(scores: np.ndarray, length, k: int) -> np.ndarray:
     return np.stack([oracles.top_k(row, n, k) for row, n in zip(scores, length, strict=True)])
 
 
-def dsa_inputs(kind: str, rows: int, heads: int, records: int, layers: int = 2):
-    """Query, weight, keys and scales, values about 1."""
+def dsa_inputs(kind: str, rows: int, heads: int, records: int):
+    """Query, weight, keys and scales of two layers, values about 1."""
     rng = np.random.default_rng(records + heads)
     query = jnp.asarray(rng.standard_normal((rows, heads, 128)), jnp.bfloat16)
     weight = jnp.asarray(rng.standard_normal((rows, heads)), jnp.float32)
-    keys = jnp.asarray(rng.standard_normal((layers, rows, records, 128), np.float32))
+    keys = jnp.asarray(rng.standard_normal((2, rows, records, 128), np.float32))
     if kind == "float8_e4m3fn":
         return query, weight, *quantise_keys(keys)
     return query, weight, keys.astype(kind), None
 
 
-def quest_inputs(rows: int, groups: int, heads: int, pages: int, layers: int = 2):
-    """Query, minima and maxima."""
+def quest_inputs(rows: int, groups: int, heads: int, pages: int):
+    """Query, minima and maxima of two layers."""
     rng = np.random.default_rng(pages)
     query = jnp.asarray(rng.standard_normal((rows, groups, heads, 128)), jnp.bfloat16)
-    low = jnp.asarray(rng.standard_normal((layers, rows, pages, groups, 128)), jnp.bfloat16)
+    low = jnp.asarray(rng.standard_normal((2, rows, pages, groups, 128)), jnp.bfloat16)
     return query, low, low + jnp.asarray(rng.random(low.shape), jnp.bfloat16)
 
 
