@@ -8,7 +8,9 @@ and three layers ahead in groups of four. Nothing is guessed, so what is fetched
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Prefetch = Literal["off", "exact", "paced"]  # see `schedule`
 
 
 class Fetch(NamedTuple):
@@ -18,7 +20,7 @@ class Fetch(NamedTuple):
       layer: whose rows.
       position: its place in its selection group; 0 is the anchor.
       anchor: the layer whose plan it replays; its own for an anchor.
-      issued: the layer during which it is issued, behind that layer's resolve and own fetch.
+      issued: the layer during which it is issued, behind that layer's resolve and own fetch; if paced, its attention.
     """
 
     layer: int
@@ -32,24 +34,24 @@ class Fetch(NamedTuple):
         return self.layer - self.issued
 
 
-def schedule(group_sizes: Sequence[int], *, prefetch: bool = True) -> tuple[Fetch, ...]:
+def schedule(group_sizes: Sequence[int], *, prefetch: Prefetch = "exact") -> tuple[Fetch, ...]:
     """The fetches of one decode step, in the order they are issued.
 
     Args:
       group_sizes: layers of each selection group, the anchor first.
-      prefetch: issue the followers' fetches with their anchor's; otherwise each just before it is read.
+      prefetch: "exact" issues the followers' fetches with their anchor's, "paced" each a layer ahead, "off" just
+        before it is read.
     """
     fetches, anchor = [], 0
     for size in group_sizes:
-        fetches += [
-            Fetch(anchor + position, position, anchor, anchor if prefetch else anchor + position)
-            for position in range(size)
-        ]
+        for position in range(size):
+            ahead = {"off": 0, "exact": position, "paced": min(position, 1)}[prefetch]
+            fetches.append(Fetch(anchor + position, position, anchor, anchor + position - ahead))
         anchor += size
     return tuple(fetches)
 
 
-def followers_issued(size: int, *, prefetch: bool) -> tuple[tuple[int, ...], ...]:
+def followers_issued(size: int, *, prefetch: Prefetch) -> tuple[tuple[int, ...], ...]:
     """For each position of a group of `size` layers, the followers whose fetch is issued during that layer."""
     fetches = [fetch for fetch in schedule([size], prefetch=prefetch) if fetch.position > 0]
     return tuple(tuple(fetch.position for fetch in fetches if fetch.issued == layer) for layer in range(size))

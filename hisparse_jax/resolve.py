@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from hisparse_jax.cache.append import with_rows
 from hisparse_jax.cache.layout import Address
@@ -65,6 +65,17 @@ def resolve(
     cache = cache.replace(slot_ids=found.slot_ids, recency=found.recency, counters=counters)
     place = jnp.where(found.slots >= 0, base + found.slots, -1)
     return Resolution(selected, place, found.plan), cache
+
+
+def begins_after(plan: Plan | None, value: Array) -> Plan | None:
+    """The same plan, whose count exists when `value` `[R]`, bfloat16 or float32, does: its fetch begins after that.
+
+    A count is at least 0, so it is its maximum with any number that isn't positive; the compiler doesn't know that.
+    """
+    if plan is None:
+        return None
+    bits = lax.bitcast_convert_type(value, jnp.int16 if value.dtype.itemsize == 2 else jnp.int32)
+    return plan._replace(count=jnp.maximum(plan.count, jnp.minimum(bits.astype(jnp.int32), 0)))
 
 
 def fetch(

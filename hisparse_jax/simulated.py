@@ -22,6 +22,7 @@ from hisparse_jax.cache.memory import device_bytes, host_limit, tree_bytes
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.config import Config, DsaSelection, Mode, SyntheticConfig
 from hisparse_jax.errors import UserError
+from hisparse_jax.prefetch import Prefetch
 from hisparse_jax.synthetic import compile_admission
 from hisparse_jax.workload import FITTED, Locality
 from models.config import GqaConfig
@@ -31,7 +32,10 @@ from models.functional import Functional
 from models.share import rank_parameters, rank_share, tables_before
 from models.sizes import Shape, published
 
-RESIDENCY: dict[Mode, Residency] = {"full": "full", "sync": "hisparse", "prefetch": "hisparse", "no_io": "no_io"}
+RESIDENCY: dict[Mode, Residency] = {
+    "full": "full", "sync": "hisparse", "prefetch": "hisparse", "paced": "hisparse", "no_io": "no_io"
+}  # fmt: skip
+PREFETCH: dict[Mode, Prefetch] = {"prefetch": "exact", "paced": "paced"}  # of the other modes: off
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def decoder(config: Config, shape: Shape, mode: Mode, workload: Locality) -> Dsa
     if not isinstance(config.selection, DsaSelection):
         raise UserError(f"selection.kind: {model.published} has an indexer of its own; expected dsa, got quest")
     options = DsaOptions(
-        record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=mode == "prefetch",
+        record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=PREFETCH.get(mode, "off"),
         fetch_programs=decode.fetch_programs, workload=workload, implementation=decode.implementation,
     )  # fmt: skip
     return DsaDecoder(shape, options, dtype=dtype, rngs=rngs)

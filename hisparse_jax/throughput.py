@@ -191,7 +191,7 @@ def time_point(
     emitted = np.concatenate([np.asarray(one) for one in tokens])
     counted = np.concatenate(counters)
     metrics, misses = Metrics(layout.tables, list(counted)), _misses(counted)
-    fetched = metrics.fetched_bytes(layout.row_bytes, layout.group_sizes) if point.mode in ("sync", "prefetch") else 0
+    fetched = metrics.fetched_bytes(layout.row_bytes, layout.group_sizes) if layout.residency == "hisparse" else 0
     return record | {
         "step_ms": float(np.median(step_ms)),
         "step_ms_samples": step_ms,

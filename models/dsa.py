@@ -24,8 +24,8 @@ from hisparse_jax.dsa_selection import (
     select_tokens,
     store_keys,
 )
-from hisparse_jax.prefetch import followers_issued
-from hisparse_jax.resolve import Resolution, fetch, resolve
+from hisparse_jax.prefetch import Prefetch, followers_issued
+from hisparse_jax.resolve import Resolution, begins_after, fetch, resolve
 from hisparse_jax.selection import Selection
 from hisparse_jax.workload import Locality
 from models.backbone import Backbone
@@ -35,6 +35,7 @@ from models.layers import MLP, RMSNorm
 from models.mla import LatentAttention, Projected
 from models.moe import MoE, Routing
 from pallas_kernels.common import Implementation
+from pallas_kernels.resolve import Plan
 from pallas_kernels.row_format import RecordType
 
 
@@ -59,7 +60,8 @@ class DsaOptions:
     Attributes:
       record: type of stored records.
       index_keys: type of stored index keys.
-      prefetch: fetch followers' rows as soon as their anchor has resolved; otherwise just before they are read.
+      prefetch: when followers' rows are fetched: as soon as their anchor has resolved ("exact"), beside the MLP of the
+        layer before ("paced"), or just before they are read ("off").
       fetch_programs: grid of a follower's fetch; the tuned one if None.
       workload: a synthetic process that chooses tokens instead of the indexer, which still runs; None for the real one.
       implementation: of the kernels.
@@ -67,7 +69,7 @@ class DsaOptions:
 
     record: RecordType
     index_keys: RecordType
-    prefetch: bool = True
+    prefetch: Prefetch = "exact"
     fetch_programs: int | None = None
     workload: Locality | None = None
     implementation: Implementation = "auto"
@@ -119,7 +121,7 @@ class Group(nnx.Module):
     def decode(self, x: Array, cache: Cache, addresses: list[Address]) -> tuple[Array, Cache, Array]:
         """One token of each request through the group: `[R, D]`, and what was selected, int32 `[R, K]`."""
         options = self.options
-        issued = followers_issued(len(self.layers), prefetch=options.prefetch)
+        issued, paced = followers_issued(len(self.layers), prefetch=options.prefetch), options.prefetch == "paced"
         place, anchor = jnp.maximum(cache.tokens - 1, 0), self.layers[0]
         normed = anchor.attention_norm(x)
         projected = anchor.attention.project(normed, place)
@@ -130,13 +132,24 @@ class Group(nnx.Module):
             if position > 0:
                 projected = layer.attention.project(layer.attention_norm(x), place)
                 cache = append(cache, address, projected.record)
-            for follower in followers:  # each after the one before, or they would share the link and all come late
-                cache, plan = fetch(
-                    cache, addresses[follower], plan, options.implementation, beside=options.prefetch,
-                    programs=options.fetch_programs,
-                )  # fmt: skip
-            x = layer.add_mlp(x + layer.attention.attend(cache, address, resolution, projected))
+            if not paced:
+                cache, plan = self._fetch(cache, [addresses[follower] for follower in followers], plan)
+            x = x + layer.attention.attend(cache, address, resolution, projected)
+            if paced and followers:
+                plan = begins_after(plan, x[:, 0])
+                cache, plan = self._fetch(cache, [addresses[follower] for follower in followers], plan)
+            x = layer.add_mlp(x)
         return x, cache, resolution.selected
+
+    def _fetch(self, cache: Cache, addresses: list[Address], plan: Plan | None) -> tuple[Cache, Plan | None]:
+        """Followers' fetches, each after the one before, or they would share the link and all come late."""
+        options = self.options
+        for address in addresses:
+            cache, plan = fetch(
+                cache, address, plan, options.implementation, beside=options.prefetch != "off",
+                programs=options.fetch_programs,
+            )  # fmt: skip
+        return cache, plan
 
     def _resolve(
         self, anchor: Layer, normed: Array, projected: Projected, place: Array, cache: Cache, address: Address

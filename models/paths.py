@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from hisparse_jax.checkpoint.gguf import GgufFile
 from hisparse_jax.errors import UserError
+from hisparse_jax.prefetch import Prefetch
 from hisparse_jax.selection import QuestRule
 from hisparse_jax.tokenizer import TOKENIZER_FILE, from_folder
 from models.gguf_models import open_gguf
@@ -20,7 +21,7 @@ from pallas_kernels.common import Implementation
 
 def open_path(
     path: Path, *, rule: QuestRule | None, dtype: DTypeLike = jnp.float32, records: Records = "plain",
-    index_keys: Records | None = None, prefetch: bool = True, fetch_programs: int | None = None,
+    index_keys: Records | None = None, prefetch: Prefetch = "exact", fetch_programs: int | None = None,
     implementation: Implementation = "auto",
 ) -> Opened:  # fmt: skip
     """The model of a checkpoint, without its parameters.

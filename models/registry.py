@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from hisparse_jax.checkpoint.load import Entry
 from hisparse_jax.checkpoint.safetensors import SafetensorsFolder, read_json
 from hisparse_jax.errors import UserError
+from hisparse_jax.prefetch import Prefetch
 from hisparse_jax.selection import QuestRule
 from hisparse_jax.tokenizer import Tokenizer
 from models import dsa_config
@@ -50,7 +51,7 @@ def read_config(folder: Path) -> GqaConfig | DsaConfig:
 
 def open_folder(
     folder: Path, *, rule: QuestRule | None = None, dtype: DTypeLike = jnp.float32, records: Records = "plain",
-    index_keys: Records | None = None, prefetch: bool = True, fetch_programs: int | None = None,
+    index_keys: Records | None = None, prefetch: Prefetch = "exact", fetch_programs: int | None = None,
     implementation: Implementation = "auto",
     tokenizer: Tokenizer | None = None,
 ) -> Opened:  # fmt: skip

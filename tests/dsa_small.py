@@ -18,6 +18,7 @@ from hisparse_jax.cache.admission import admit
 from hisparse_jax.cache.backup import end_step
 from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.state import Cache, begin_step, create, entering, placements
+from hisparse_jax.prefetch import Prefetch
 from models.dsa import DsaDecoder, DsaOptions
 from models.dsa_config import DsaConfig
 from models.functional import Functional
@@ -33,7 +34,7 @@ PROMPTS = tuple(tuple(np.random.default_rng(n).integers(0, CONFIG.vocab, n).toli
 
 
 @cache
-def model(record: str = "float32", prefetch: bool = True, **changes) -> tuple[Functional, list[Array]]:
+def model(record: str = "float32", prefetch: Prefetch = "exact", **changes) -> tuple[Functional, list[Array]]:
     """The decoder and its parameters, which are the same for all options."""
     config = replace(CONFIG, **changes)
     module = DsaDecoder(config, DsaOptions(record, record, prefetch), rngs=nnx.Rngs(0))

@@ -320,7 +320,10 @@ def test_points_of_a_context_have_pools_of_one_size():
         (["model={path: x.gguf, dtype: bfloat16}"], "model.published: missing; synthetic times a published shape"),
         (["model.records=fp8"], "give dtype: bfloat16 and records: plain"),
         (["model.dtype=float32"], "give dtype: bfloat16 and records: plain"),
-        (["synthetic.modes=[fast]"], "synthetic.modes.0: input should be 'full', 'sync', 'prefetch' or 'no_io'"),
+        (
+            ["synthetic.modes=[fast]"],
+            "synthetic.modes.0: input should be 'full', 'sync', 'prefetch', 'paced' or 'no_io'",
+        ),
         (["synthetic.device_share=1.5"], "synthetic.device_share: "),
         (["synthetic.contexts=[21]"], "synthetic.contexts: 21 tokens are no more than the 21 of all steps"),
         (["synthetic.concurency=[1]"], "synthetic.concurency: unknown key, did you mean 'concurrency'?"),

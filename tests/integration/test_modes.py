@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hisparse_jax.cache.layout import Layout
+from hisparse_jax.cache.layout import Layout, Residency
 from hisparse_jax.cache.state import create
 from hisparse_jax.decode import compile_decode, place
+from hisparse_jax.prefetch import Prefetch
 from hisparse_jax.synthetic import compile_admission, random_index, state_of
 from hisparse_jax.workload import FITTED
 from models.dsa import DsaDecoder, DsaOptions
@@ -28,7 +29,12 @@ WIDE = replace(
     dense=(True, *(False,) * 7),
 )  # fmt: skip
 SMALL = replace(WIDE, hidden=64, heads=4, query_latent=32, latent=32, rope=8, nope=16, value=16, index_dim=16)
-MODES = {"full": ("full", False), "sync": ("hisparse", False), "prefetch": ("hisparse", True)}
+MODES: dict[str, tuple[Residency, Prefetch]] = {
+    "full": ("full", "off"),
+    "sync": ("hisparse", "off"),
+    "prefetch": ("hisparse", "exact"),
+    "paced": ("hisparse", "paced"),
+}
 REQUESTS, CONTEXT, STEPS, CHUNKS = 3, 2048, 4, 3
 
 
@@ -59,9 +65,9 @@ def run(config, mode: str, dtype):
 
 
 def check_modes(config, dtype) -> None:
-    """The same bits in full residency, with fetches just before their attention, and ahead of it."""
+    """The same bits in full residency, with fetches just before their attention, ahead of it, and a layer ahead."""
     want, *_ = run(config, "full", dtype)
-    for mode in ("sync", "prefetch"):
+    for mode in ("sync", "prefetch", "paced"):
         got, outs, *_ = run(config, mode, dtype)
         assert got.tobytes() == want.tobytes(), mode
         counters = np.concatenate([out.counters for out in outs])
