@@ -17,7 +17,7 @@ from rich.table import Table
 from hisparse_jax.cache.layout import MAX_HOT_SLOTS, Layout, Residency, gib
 from hisparse_jax.config import CacheConfig
 from hisparse_jax.errors import UserError
-from hisparse_jax.prefetch import Fetch, schedule
+from hisparse_jax.prefetch import Fetch, Prefetch, schedule
 
 GIB = 2**30
 
@@ -83,6 +83,7 @@ class Settings:
       ring_slots: slots for the newest records.
       page_records: records of one host page.
       prefill_chunk: prompt tokens of one prefill call; prefill scratch is a multiple of it.
+      prefetch: when followers' rows are fetched, see `hisparse_jax.prefetch.schedule`.
     """
 
     context_tokens: int
@@ -90,6 +91,7 @@ class Settings:
     ring_slots: int = 64
     page_records: int = 64
     prefill_chunk: int = 512
+    prefetch: Prefetch = "exact"
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,8 @@ def plan(sizes: Sizes, settings: Settings, machine: Machine) -> Plan:
     }  # fmt: skip
     fitting = [hot for hot, need in choices.items() if need.most_requests]
     best = max(fitting, key=lambda hot: (choices[hot].tokens_per_s, -hot), default=None)
-    return Plan(sizes, settings, machine, scratch, left, full, sparse, schedule(sizes.group_sizes), choices, best)
+    fetches = schedule(sizes.group_sizes, prefetch=settings.prefetch)
+    return Plan(sizes, settings, machine, scratch, left, full, sparse, fetches, choices, best)
 
 
 def _need(
@@ -375,8 +378,8 @@ def _need_table(plan: Plan) -> Table:
 
 def _fetch_table(plan: Plan) -> Table:
     """Groups of one size together; the full schedule is `plan.fetches`."""
-    table = Table("layers of a group", "groups", "anchors", "fetches issued at the anchor, layers ahead",
-                  title="prefetch schedule", title_justify="left")  # fmt: skip
+    table = Table("layers of a group", "groups", "anchors", "fetches issued, layers ahead",
+                  title=f"prefetch schedule: {plan.settings.prefetch}", title_justify="left")  # fmt: skip
     anchors: dict[int, list[int]] = {}
     sizes = Counter(fetch.anchor for fetch in plan.fetches)
     for anchor, size in sizes.items():

@@ -59,6 +59,7 @@ def plan_config(
         ring_slots=config.cache.ring_slots,
         page_records=config.cache.page_records,
         prefill_chunk=config.decode.prefill_chunk,
+        prefetch=config.decode.prefetch,
     )
     machine = replace(machine, devices=_fewest_devices(sizes, machine) if devices is None else devices)
     return planner.plan(sizes, settings, machine)

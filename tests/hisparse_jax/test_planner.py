@@ -71,6 +71,13 @@ def test_glm52_keeps_index_keys_at_anchors_only():
     assert found.fetches == prefetch.schedule((1, 1) + (4,) * 19)
 
 
+def test_the_schedule_is_the_one_the_config_asks_for():
+    found = presets.plan_config(config.load("glm52", ["decode.prefetch=paced"]))
+    assert found.fetches == prefetch.schedule((1, 1) + (4,) * 19, prefetch="paced")
+    text = shown(found)
+    assert "prefetch schedule: paced" in text and "0, 1, 1, 1" in text
+
+
 @pytest.mark.parametrize("name,billions", [("DeepSeek-V3.2", 671.9), ("GLM-5.1", 743.9), ("GLM-5.2", 743.4)])
 def test_published_parameter_counts(name, billions):
     assert round(dsa_parameters(PUBLISHED[name]) / 1e9, 1) == billions
