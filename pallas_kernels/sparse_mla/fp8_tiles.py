@@ -73,7 +73,7 @@ def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
         base = llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(tile))
         base = arith.addi(base, arith.muli(warp, _c(across * _PIECE)))
         step = LANES // WARP * across * _PIECE  # bytes to a warp's next 8 rows
-        passes = range(down * _ROWS * WARP // (_ROWS * LANES))
+        passes = range(down * WARP // LANES)
         raw_begin = latent // 64 * _PIECE - _ROWS * _RAW
         rest = latent + 4 * (latent // _SCALED)
 
@@ -95,7 +95,9 @@ def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
         rows = [[record(p, _c(row)) for row in range(_ROWS)] for p in passes]
         last = [[record(p, row) for row in ends] for p in passes]
         quarters = [record(p, own) for p in passes]
-        for p in passes:
+
+        def copy(p: int) -> None:
+            """Begins a warp's 8 rows: values and scales to where they wait, the last 64 numbers to their places."""
             for address, raw, take in rows[p]:
                 _copy_async(arith.addi(raw, arith.muli(in_warp, _c(_CHUNK))), moved(address, in_warp), take, 0, 0)
             for row, (address, _, take) in zip(ends, last[p], strict=True):
@@ -107,13 +109,20 @@ def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
                 _copy_async(raw, address, take, latent, latent)
             mgpu_utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
-        # Four lanes convert a row, 16 values of 64 each at a time, which become two neighbouring chunks of a piece. In
-        # rows with even numbers the first of these are in even places, else in odd ones (see `tiles._tile_places`): so
-        # eight lanes, of two rows, store to eight different ones.
+        for p in passes:
+            copy(p)
+
         inside = arith.muli(arith.xori(arith.muli(quarter, _c(2)), own), _c(_CHUNK))
         first = arith.addi(base, arith.addi(inside, arith.muli(own, _c(128))))
         second = arith.xori(first, _c(_CHUNK))
-        for p in passes:
+
+        def convert(p: int) -> None:
+            """Waits for these rows and writes their numbers over them.
+
+            Four lanes convert a row, 16 values of 64 each at a time, which become two neighbouring chunks of a piece.
+            In rows with even numbers the first of these are in even places, else in odd ones (see
+            `tiles._tile_places`): so eight lanes, of two rows, store to eight different ones.
+            """
             mgpu_utils.inline_ptx(f"cp.async.wait_group {len(passes) - 1 - p};", has_side_effects=True)
             _warp_barrier()
             _, raw, _ = quarters[p]
@@ -126,6 +135,9 @@ def fill_fp8_tile(tile: Any, source: Any, items: Any, *, item_bytes: int, latent
                 for pair, to in ((words[:2], first), (words[2:], second)):
                     numbers = [number for word in pair for number in _scaled(word, scale)]
                     _store_chunk(numbers, arith.addi(to, _c(p * step + piece * _PIECE)))
+
+        for p in passes:
+            convert(p)
 
     emit(tile, source, items)
 
