@@ -2,6 +2,7 @@
 """Plan: bytes, concurrency, prefetches and hot slots of a model on a machine. Imports no JAX, allocates nothing.
 
 The formulas are those of docs/planner.md. Bytes are exact; times are bounds from link and memory bandwidth alone.
+One file of some 400 lines, half of them what a plan consists of and how it is shown.
 """
 
 from __future__ import annotations
@@ -164,7 +165,6 @@ class Plan:
       cache_bytes: memory of the device that is left for the caches of requests; less than 0 if the scratch is too
         large.
       full, hisparse: needs in both residencies.
-      fetches: the fetches of a decode step in the order they are issued.
       choices: hot slots to choose from, with their needs.
       recommended_hot_slots: the choice with the largest bound of throughput, the smallest of equals; None if not
         even one request fits.
@@ -177,9 +177,13 @@ class Plan:
     cache_bytes: int
     full: Need
     hisparse: Need
-    fetches: tuple[Fetch, ...]
     choices: Mapping[int, Need]
     recommended_hot_slots: int | None
+
+    @property
+    def fetches(self) -> tuple[Fetch, ...]:
+        """The fetches of a decode step in the order they are issued."""
+        return schedule(self.sizes.group_sizes, prefetch=self.settings.prefetch)
 
 
 def miss_rate(hot_slots: int, selected: int) -> float:
@@ -238,8 +242,7 @@ def plan(sizes: Sizes, settings: Settings, machine: Machine) -> Plan:
     }  # fmt: skip
     fitting = [hot for hot, need in choices.items() if need.most_requests]
     best = max(fitting, key=lambda hot: (choices[hot].tokens_per_s, -hot), default=None)
-    fetches = schedule(sizes.group_sizes, prefetch=settings.prefetch)
-    return Plan(sizes, settings, machine, scratch, left, full, sparse, fetches, choices, best)
+    return Plan(sizes, settings, machine, scratch, left, full, sparse, choices, best)
 
 
 def _need(

@@ -32,10 +32,13 @@ from models.functional import Functional
 from models.share import rank_parameters, rank_share, tables_before
 from models.sizes import Shape, published
 
-RESIDENCY: dict[Mode, Residency] = {
-    "full": "full", "sync": "hisparse", "prefetch": "hisparse", "paced": "hisparse", "no_io": "no_io"
-}  # fmt: skip
-PREFETCH: dict[Mode, Prefetch] = {"prefetch": "exact", "paced": "paced"}  # of the other modes: off
+MODES: dict[Mode, tuple[Residency, Prefetch]] = {
+    "full": ("full", "off"),
+    "sync": ("hisparse", "off"),
+    "prefetch": ("hisparse", "exact"),
+    "paced": ("hisparse", "paced"),
+    "no_io": ("no_io", "off"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ def decoder(config: Config, shape: Shape, mode: Mode, workload: Locality) -> Dsa
         )
     if not isinstance(config.selection, DsaSelection):
         raise UserError(f"selection.kind: {model.published} has an indexer of its own; expected dsa, got quest")
+    _, prefetch = MODES[mode]
     options = DsaOptions(
-        record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=PREFETCH.get(mode, "off"),
+        record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=prefetch,
         fetch_programs=decode.fetch_programs, workload=workload, implementation=decode.implementation,
     )  # fmt: skip
     return DsaDecoder(shape, options, dtype=dtype, rngs=rngs)
@@ -140,8 +144,9 @@ class Share:
                 f"synthetic.contexts: {point.context} tokens are no more than the {self.steps} of all steps"
             )
         cache = replace(self.config.cache, request_slots=point.requests)
+        residency, _ = MODES[point.mode]
         return make_layout(
-            cache, self.models[point.mode].records(point.context), RESIDENCY[point.mode], point.context,
+            cache, self.models[point.mode].records(point.context), residency, point.context,
             pool_requests=max(self.setting.concurrency),
         )  # fmt: skip
 

@@ -132,12 +132,12 @@ class Group(nnx.Module):
             if position > 0:
                 projected = layer.attention.project(layer.attention_norm(x), place)
                 cache = append(cache, address, projected.record)
+            ahead = [addresses[follower] for follower in followers]
             if not paced:
-                cache, plan = self._fetch(cache, [addresses[follower] for follower in followers], plan)
+                cache, plan = self._fetch(cache, ahead, plan)
             x = x + layer.attention.attend(cache, address, resolution, projected)
-            if paced and followers:
-                plan = begins_after(plan, x[:, 0])
-                cache, plan = self._fetch(cache, [addresses[follower] for follower in followers], plan)
+            if paced and ahead:
+                cache, plan = self._fetch(cache, ahead, begins_after(plan, x[:, 0]))
             x = layer.add_mlp(x)
         return x, cache, resolution.selected
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Throughput of a small published shape, end to end on the CPU: tokens, misses, the memory rule, what is written."""
+"""Throughput of a small published shape, end to end on the CPU: tokens, misses, the memory rule, what is written.
+
+One file of over 400 lines, as its tests share one run, which is compiled once.
+"""
 
 from __future__ import annotations
 
