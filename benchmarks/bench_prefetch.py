@@ -5,15 +5,14 @@ A fetch takes multiprocessors from the matmuls beside it; with too few of them, 
 Which launch hides most is measured here, at every concurrency beside the step without IO and the one that fetches just
 before each attention, in the same run.
 
-`python -m benchmarks.bench_prefetch [--requests 8 16 32] [--launches 2,8,8 ...] [--modes prefetch paced]` (programs,
-warpgroups, loads in flight and, if there is a fourth number, buckets for address order) writes
-benchmarks/results/prefetch_*.jsonl; the best goes into `fetch_beside` of `pallas_kernels/tuned`.
+`python -m benchmarks.bench_prefetch [--requests 8 16 32] [--launches 2,8,8 ...]` (programs, warpgroups, loads in
+flight and, if there is a fourth number, buckets for address order) writes benchmarks/results/prefetch_*.jsonl; the best
+goes into `fetch_beside` of `pallas_kernels/tuned`.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,10 @@ CONTEXT = 32768
 COLUMNS = ("requests", "mode", "how", "in_flight_kib", "step_ms", "hidden_share", "of_no_io", "same_tokens")
 
 
-def records(requests: list[int], launches: list[Tuning], modes: list[Mode], preset: str) -> Iterator[dict[str, Any]]:
-    """The step time of every mode and launch at every concurrency."""
+def records(requests: list[int], launches: list[Tuning], preset: str) -> Iterator[dict[str, Any]]:
+    """The step time of every launch at every concurrency."""
     settings = (
-        f"contexts=[{CONTEXT}]", f"concurrency={requests}", f"modes={['no_io', 'sync', *modes]}", "layers=4",
+        f"contexts=[{CONTEXT}]", f"concurrency={requests}", "modes=[no_io, sync, prefetch]", "layers=4",
         "cold_concurrency=[]",
     )  # fmt: skip
     share = Share(load(preset, [f"synthetic.{setting}" for setting in settings]))
@@ -54,9 +53,9 @@ def records(requests: list[int], launches: list[Tuning], modes: list[Mode], pres
     for count in requests:
         no_io, sync = timed(count, "no_io"), timed(count, "sync")
         yield from (no_io, sync)
-        for how, mode in itertools.product(launches, modes):
+        for how in launches:
             table["choices"] = [{"span_bytes_at_most": 1 << 62, "how": how._asdict()}]
-            record = timed(count, mode)
+            record = timed(count, "prefetch")
             in_flight_kib = how.programs * how.threads * how.in_flight * 128 * 16 / 1024
             compared = ratios({"no_io": no_io, "sync": sync, "prefetch": record}, followers)
             yield compared | record | {"how": how._asdict(), "in_flight_kib": in_flight_kib}
@@ -66,14 +65,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", nargs="*", type=int, default=[8, 16, 32])
     parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads in flight")
-    parser.add_argument("--modes", nargs="*", default=["prefetch"], choices=["prefetch", "paced"])
     parser.add_argument("--preset", default="glm52_prefetch")
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()
     launches = [Tuning(*map(int, launch.split(","))) for launch in options.launches]
     environment, done = common.environment(), []
     device = environment["device"].lower().replace(" ", "_")
-    for record in records(options.requests, launches, options.modes, options.preset):
+    for record in records(options.requests, launches, options.preset):
         done.append(record | environment)
         common.write_records(f"{options.out}/prefetch_{device}.jsonl", done)
     common.print_table(done, COLUMNS)

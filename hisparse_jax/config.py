@@ -136,8 +136,8 @@ class DecodeConfig:
       steps: decode steps of one jitted call.
       prefill_chunk: prompt tokens of one jitted call.
       implementation: of the kernels.
-      prefetch: when followers' rows are fetched: as soon as their anchor has resolved ("exact"), beside the MLP of the
-        layer before ("paced"), or just before they are read ("off").
+      prefetch: when followers' rows are fetched: as soon as their anchor has resolved ("exact"), or just before they
+        are read ("off").
       fetch_programs: grid of a follower's fetch; a small one leaves the device to what runs beside it. The measured
         one if not given.
     """
@@ -152,7 +152,7 @@ class DecodeConfig:
     fetch_programs: Positive | None = None
 
 
-Mode = Literal["full", "sync", "prefetch", "paced", "no_io"]
+Mode = Literal["full", "sync", "prefetch", "no_io"]
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class SyntheticConfig:
       ranks: devices that share the model; one rank's share is simulated.
       contexts: lengths of all requests, in tokens.
       concurrency: requests that this rank decodes together.
-      modes: "full"; hisparse with each fetch just before its attention ("sync"), as soon as it is known ("prefetch") or
-        beside the MLP of the layer before ("paced"); "no_io", which moves no bytes.
+      modes: "full"; hisparse with each fetch just before its attention ("sync") or as soon as it is known ("prefetch");
+        "no_io", which moves no bytes.
       warmup_steps: steps before anything is timed.
       steps: steps that are timed, as often as `repeats` says.
       repeats: how many times are taken.

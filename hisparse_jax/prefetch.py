@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Prefetch = Literal["off", "exact", "paced"]  # see `schedule`
+Prefetch = Literal["off", "exact"]  # see `schedule`
 
 
 class Fetch(NamedTuple):
@@ -20,7 +20,7 @@ class Fetch(NamedTuple):
       layer: whose rows.
       position: its place in its selection group; 0 is the anchor.
       anchor: the layer whose plan it replays; its own for an anchor.
-      issued: the layer during which it is issued, behind that layer's resolve and own fetch; if paced, its attention.
+      issued: the layer during which it is issued, behind that layer's resolve and own fetch.
     """
 
     layer: int
@@ -39,14 +39,13 @@ def schedule(group_sizes: Sequence[int], *, prefetch: Prefetch = "exact") -> tup
 
     Args:
       group_sizes: layers of each selection group, the anchor first.
-      prefetch: "exact" issues the followers' fetches with their anchor's, "paced" each a layer ahead, "off" just
-        before it is read.
+      prefetch: "exact" issues the followers' fetches with their anchor's, "off" each just before it is read.
     """
     fetches, anchor = [], 0
     for size in group_sizes:
         for position in range(size):
-            ahead = {"off": 0, "exact": position, "paced": min(position, 1)}[prefetch]
-            fetches.append(Fetch(anchor + position, position, anchor, anchor + position - ahead))
+            issued = anchor if prefetch == "exact" else anchor + position
+            fetches.append(Fetch(anchor + position, position, anchor, issued))
         anchor += size
     return tuple(fetches)
 

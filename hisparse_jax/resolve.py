@@ -67,15 +67,21 @@ def resolve(
     return Resolution(selected, place, found.plan), cache
 
 
-def begins_after(plan: Plan | None, value: Array) -> Plan | None:
-    """The same plan, whose count exists when `value` `[R]`, bfloat16 or float32, does: its fetch begins after that.
+def beside_fetch(cache: Cache, resolution: Resolution, value: Array) -> Array:
+    """The same value, so that what is computed of it runs beside the anchor's own fetch, and not before the selection.
 
-    A count is at least 0, so it is its maximum with any number that isn't positive; the compiler doesn't know that.
+    With rows on the host it hangs on the selection by a condition that always holds, which the compiler doesn't know.
+    The barrier keeps that out of the matmul that reads the value, which is then the same in every residency.
+
+    Args:
+      cache: where the selection was resolved.
+      resolution: what the anchor's attention will read.
+      value: `[R, ...]`, something that nothing before that attention needs.
     """
-    if plan is None:
-        return None
-    bits = lax.bitcast_convert_type(value, jnp.int16 if value.dtype.itemsize == 2 else jnp.int32)
-    return plan._replace(count=jnp.maximum(plan.count, jnp.minimum(bits.astype(jnp.int32), 0)))
+    if cache.layout.residency == "hisparse":
+        exists = jnp.expand_dims(resolution.selected[:, 0], range(1, value.ndim)) >= -1
+        value = jnp.where(exists, value, 0)
+    return lax.optimization_barrier(value)
 
 
 def fetch(

@@ -36,7 +36,6 @@ MODES: dict[Mode, tuple[Residency, Prefetch]] = {
     "full": ("full", "off"),
     "sync": ("hisparse", "off"),
     "prefetch": ("hisparse", "exact"),
-    "paced": ("hisparse", "paced"),
     "no_io": ("no_io", "off"),
 }
 

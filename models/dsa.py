@@ -25,7 +25,7 @@ from hisparse_jax.dsa_selection import (
     store_keys,
 )
 from hisparse_jax.prefetch import Prefetch, followers_issued
-from hisparse_jax.resolve import Resolution, begins_after, fetch, resolve
+from hisparse_jax.resolve import Resolution, beside_fetch, fetch, resolve
 from hisparse_jax.selection import Selection
 from hisparse_jax.workload import Locality
 from models.backbone import Backbone
@@ -35,7 +35,6 @@ from models.layers import MLP, RMSNorm
 from models.mla import LatentAttention, Projected
 from models.moe import MoE, Routing
 from pallas_kernels.common import Implementation
-from pallas_kernels.resolve import Plan
 from pallas_kernels.row_format import RecordType
 
 
@@ -60,8 +59,8 @@ class DsaOptions:
     Attributes:
       record: type of stored records.
       index_keys: type of stored index keys.
-      prefetch: when followers' rows are fetched: as soon as their anchor has resolved ("exact"), beside the MLP of the
-        layer before ("paced"), or just before they are read ("off").
+      prefetch: when followers' rows are fetched: as soon as their anchor has resolved ("exact"), or just before they
+        are read ("off").
       fetch_programs: grid of a follower's fetch; the tuned one if None.
       workload: a synthetic process that chooses tokens instead of the indexer, which still runs; None for the real one.
       implementation: of the kernels.
@@ -120,36 +119,24 @@ class Group(nnx.Module):
 
     def decode(self, x: Array, cache: Cache, addresses: list[Address]) -> tuple[Array, Cache, Array]:
         """One token of each request through the group: `[R, D]`, and what was selected, int32 `[R, K]`."""
-        options = self.options
-        issued, paced = followers_issued(len(self.layers), prefetch=options.prefetch), options.prefetch == "paced"
+        issued = followers_issued(len(self.layers), prefetch=self.options.prefetch)
         place, anchor = jnp.maximum(cache.tokens - 1, 0), self.layers[0]
         normed = anchor.attention_norm(x)
         projected = anchor.attention.project(normed, place)
         cache = append(cache, addresses[0], projected.record)
         resolution, cache = self._resolve(anchor, normed, projected, place, cache, addresses[0])
-        plan = resolution.plan
+        query_latent, plan = beside_fetch(cache, resolution, projected.query_latent), resolution.plan
         for position, (layer, address, followers) in enumerate(zip(self.layers, addresses, issued, strict=True)):
             if position > 0:
-                projected = layer.attention.project(layer.attention_norm(x), place)
-                cache = append(cache, address, projected.record)
-            ahead = [addresses[follower] for follower in followers]
-            if not paced:
-                cache, plan = self._fetch(cache, ahead, plan)
-            x = x + layer.attention.attend(cache, address, resolution, projected)
-            if paced and ahead:
-                cache, plan = self._fetch(cache, ahead, begins_after(plan, x[:, 0]))
-            x = layer.add_mlp(x)
+                query_latent, record = layer.attention.project(layer.attention_norm(x), place)
+                cache = append(cache, address, record)
+            for follower in followers:  # each after the one before, or they would share the link and all come late
+                cache, plan = fetch(
+                    cache, addresses[follower], plan, self.options.implementation,
+                    beside=self.options.prefetch == "exact", programs=self.options.fetch_programs,
+                )  # fmt: skip
+            x = layer.add_mlp(x + layer.attention.attend(cache, address, resolution, query_latent, place))
         return x, cache, resolution.selected
-
-    def _fetch(self, cache: Cache, addresses: list[Address], plan: Plan | None) -> tuple[Cache, Plan | None]:
-        """Followers' fetches, each after the one before, or they would share the link and all come late."""
-        options = self.options
-        for address in addresses:
-            cache, plan = fetch(
-                cache, address, plan, options.implementation, beside=options.prefetch != "off",
-                programs=options.fetch_programs,
-            )  # fmt: skip
-        return cache, plan
 
     def _resolve(
         self, anchor: Layer, normed: Array, projected: Projected, place: Array, cache: Cache, address: Address
@@ -181,7 +168,7 @@ class Group(nnx.Module):
             if position > 0:
                 projected = layer.attention.project(layer.attention_norm(x), place)
             rows = lax.dynamic_update_slice(rows, projected.record[None], (first + position, start, 0))
-            out = layer.attention.attend_in_prompt(rows, first + position, start, mask, projected)
+            out = layer.attention.attend_in_prompt(rows, first + position, start, mask, projected.query_latent)
             x = layer.add_mlp(x + out)
         return x, Prompt(rows, index), ids
 

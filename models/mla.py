@@ -34,15 +34,11 @@ class Projected(NamedTuple):
     """What a layer computes of its tokens before attention.
 
     Attributes:
-      query_latent: `[T, Q]`, normed; feeds the indexer too.
-      query_nope: `[T, N, nope]`.
-      query_rope: `[T, N, rope]`, rotated.
+      query_latent: `[T, Q]`, normed; queries come from it, those of the indexer too.
       record: uint32 `[T, words]`, the record to store.
     """
 
     query_latent: Array
-    query_nope: Array
-    query_rope: Array
     record: Array
 
 
@@ -94,21 +90,21 @@ class LatentAttention(nnx.Module):
         self.out = linear(heads * config.value, config.hidden, dtype=dtype, rngs=rngs)
 
     def project(self, x: Array, position: Array) -> Projected:
-        """Normed `[T, D]` to queries and records."""
-        config = self.config
+        """Normed `[T, D]` to query latents and records."""
         with jax.named_scope("project"):
             query_latent = self.query_norm(self.query_down(x))
-            query = self.query_up(query_latent).reshape(len(x), config.heads, -1)
-            nope, query_rope = jnp.split(query, [config.nope], axis=-1)
-            latent, key_rope = jnp.split(self.latent_down(x), [config.latent], axis=-1)
-            record = write_rows(self.latent_norm(latent), self._rotate(key_rope, position), self.row)
-            return Projected(query_latent, nope, self._rotate(query_rope, position), record)
+            latent, rope = jnp.split(self.latent_down(x), [self.config.latent], axis=-1)
+            record = write_rows(self.latent_norm(latent), self._rotate(rope, position), self.row)
+            return Projected(query_latent, record)
 
-    def attend(self, cache: Cache, address: Address, resolution: Resolution, projected: Projected) -> Array:
+    def attend(
+        self, cache: Cache, address: Address, resolution: Resolution, query_latent: Array, position: Array
+    ) -> Array:
         """One token of each request over the selected records: `[R, D]`."""
         with jax.named_scope("project"):
-            absorbed = self._einsum("rnd,ndc->rnc", projected.query_nope, self.key_up[...])
-            query = jnp.concatenate([absorbed.astype(projected.query_rope.dtype), projected.query_rope], axis=-1)
+            nope, rope = self._queries(query_latent, position)
+            absorbed = self._einsum("rnd,ndc->rnc", nope, self.key_up[...])
+            query = jnp.concatenate([absorbed.astype(rope.dtype), rope], axis=-1)
         latent = attend_latents(
             cache, address, resolution, query, row=self.row, scale=self.config.softmax_scale,
             implementation=self.implementation,
@@ -119,7 +115,7 @@ class LatentAttention(nnx.Module):
             return self.out(value.reshape(len(value), -1).astype(dtype))
 
     def attend_in_prompt(
-        self, stored: Array, layer: Array | int, start: Array, selected: Array, projected: Projected
+        self, stored: Array, layer: Array | int, start: Array, selected: Array, query_latent: Array
     ) -> Array:
         """A chunk of one prompt over the selected stored records, block by block: `[C, D]`.
 
@@ -128,10 +124,11 @@ class LatentAttention(nnx.Module):
           layer: int32 scalar.
           start: int32 scalar, position of the chunk's first token, a multiple of the chunk.
           selected: bool `[C, T]`, what each query attends to, at least one token each.
-          projected: the chunk's queries.
+          query_latent: `[C, Q]` of the chunk.
         """
         config, dtype = self.config, self.value_up[...].dtype
         chunk, heads = len(selected), config.heads
+        query_nope, query_rope = self._queries(query_latent, start + jnp.arange(chunk, dtype=jnp.int32))
 
         def block(number: Array) -> tuple[Array, Callable[[Array], Array]]:
             at = number * chunk
@@ -140,8 +137,8 @@ class LatentAttention(nnx.Module):
             latent, rope = jnp.split(read_rows(words, self.row).astype(dtype), [config.latent], axis=-1)
             key = self._einsum("kc,ndc->knd", latent, self.key_up[...]).astype(dtype)
             value = self._einsum("kc,nvc->knv", latent, self.value_up[...]).astype(dtype)
-            logits = self._einsum("qnd,knd->nqk", projected.query_nope, key)
-            logits = (logits + self._einsum("qnd,kd->nqk", projected.query_rope, rope)) * config.softmax_scale
+            logits = self._einsum("qnd,knd->nqk", query_nope, key)
+            logits = (logits + self._einsum("qnd,kd->nqk", query_rope, rope)) * config.softmax_scale
 
             def values(weight: Array) -> Array:
                 return self._einsum("nqk,knv->nqv", weight.astype(dtype), value)
@@ -150,6 +147,12 @@ class LatentAttention(nnx.Module):
 
         out = jnp.moveaxis(attend_in_blocks(start // chunk + 1, (heads, chunk), config.value, block), 0, 1)
         return self.out(out.reshape(chunk, -1).astype(dtype))
+
+    def _queries(self, query_latent: Array, position: Array) -> tuple[Array, Array]:
+        """Query latents `[T, Q]` to queries, `[T, N, nope]` and, rotated, `[T, N, rope]`."""
+        query = self.query_up(query_latent).reshape(len(query_latent), self.config.heads, -1)
+        nope, rope = jnp.split(query, [self.config.nope], axis=-1)
+        return nope, self._rotate(rope, position)
 
     def _rotate(self, x: Array, position: Array) -> Array:
         return rotate(x, position, jnp.asarray(self.frequency, jnp.float32), self.config.rope_pairing, self.factor)

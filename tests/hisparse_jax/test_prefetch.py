@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hisparse_jax.prefetch import Fetch, followers_issued, schedule
-from hisparse_jax.resolve import begins_after
+from hisparse_jax.resolve import Resolution, beside_fetch
 from models.sizes import PUBLISHED
-from pallas_kernels.resolve import Plan
 
 GLM_52 = PUBLISHED["GLM-5.2"].group_sizes
 
@@ -29,31 +30,34 @@ def test_published_pattern():
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (1, 1, 4, 4, 1), (2, 3, 1), GLM_52])
-@pytest.mark.parametrize("prefetch", ["off", "exact", "paced"])
+@pytest.mark.parametrize("prefetch", ["off", "exact"])
 def test_every_layer_is_fetched_once_and_in_time(sizes, prefetch):
     fetches = schedule(sizes, prefetch=prefetch)
     assert sorted(fetch.layer for fetch in fetches) == list(range(sum(sizes)))
     for fetch in fetches:
         assert fetch.layer == fetch.anchor + fetch.position
         assert fetch.anchor <= fetch.issued <= fetch.layer  # not before its plan is known, not after it is read
-        ahead = {"off": 0, "exact": fetch.position, "paced": 1 if fetch.position else 0}
-        assert fetch.layers_ahead == ahead[prefetch]
+        assert fetch.layers_ahead == (fetch.position if prefetch == "exact" else 0)
     assert [fetch.issued for fetch in fetches] == sorted(fetch.issued for fetch in fetches)
 
 
 def test_order_inside_a_group():
     assert followers_issued(1, prefetch="exact") == followers_issued(1, prefetch="off") == ((),)
     assert followers_issued(4, prefetch="exact") == ((1, 2, 3), (), (), ())
-    assert followers_issued(4, prefetch="paced") == ((1,), (2,), (3,), ())
     assert followers_issued(4, prefetch="off") == ((), (1,), (2,), (3,))
 
 
+@pytest.mark.parametrize("residency", ["full", "hisparse", "no_io"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_a_plan_that_waits_is_the_same_plan(dtype):
-    """Whatever the number is, and the compiled program still reads it."""
-    value = jnp.asarray([0.0, -0.0, 1.5, -3.0, np.inf, -np.inf, np.nan, -np.nan], dtype)
-    plan = Plan(jnp.zeros((8, 4), jnp.int32), jnp.ones((8, 4), jnp.int32), jnp.asarray([0, 1, 2, 3, 4, 0, 7, 2048]))
-    waiting = jax.jit(begins_after)
-    assert all(np.array_equal(a, b) for a, b in zip(waiting(plan, value), plan, strict=True))
-    assert "maximum" in waiting.lower(plan, value).compile().as_text()
-    assert begins_after(None, value) is None
+def test_what_waits_for_the_selection_keeps_its_bits(residency, dtype):
+    """Whatever the number is, an inactive request's too; with rows on the host the compiled program reads the ids."""
+    value = jnp.asarray([[0.0, -0.0, 1.5, -3.0], [np.inf, -np.inf, np.nan, -np.nan]], dtype)
+    selected = jnp.asarray([[0, 1, 5], [-1, -1, -1]], jnp.int32)
+    cache = SimpleNamespace(layout=SimpleNamespace(residency=residency))
+
+    def waiting(selected, value):
+        return beside_fetch(cache, Resolution(selected, selected, None), value)
+
+    compiled = jax.jit(waiting, keep_unused=True).lower(selected, value).compile()
+    assert np.asarray(compiled(selected, value)).tobytes() == np.asarray(value).tobytes()
+    assert (" select(" in compiled.as_text()) == (residency == "hisparse")

@@ -325,7 +325,7 @@ def test_points_of_a_context_have_pools_of_one_size():
         (["model.dtype=float32"], "give dtype: bfloat16 and records: plain"),
         (
             ["synthetic.modes=[fast]"],
-            "synthetic.modes.0: input should be 'full', 'sync', 'prefetch', 'paced' or 'no_io'",
+            "synthetic.modes.0: input should be 'full', 'sync', 'prefetch' or 'no_io'",
         ),
         (["synthetic.device_share=1.5"], "synthetic.device_share: "),
         (["synthetic.contexts=[21]"], "synthetic.contexts: 21 tokens are no more than the 21 of all steps"),
