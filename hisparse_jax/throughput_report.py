@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 Points = Sequence[Mapping[str, Any]]
+LEAST_IO = 0.01  # of a step; what is less can't be told from noise, nor how much of it is hidden
 
 
 def line(point: Mapping[str, Any], layers: int, all_layers: int) -> str:
@@ -34,7 +35,8 @@ def summary(points: Points, group_sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Ratios of the modes at every context and concurrency, and peaks of every context.
 
     * `no_io_to_full`: step times at equal batch.
-    * `hidden_share`: what prefetch takes off `sync`, over the followers' part of what fetching adds to `no_io`.
+    * `hidden_share`: what prefetch takes off `sync`, over the followers' part of what fetching adds to `no_io`; not where
+      that is less than `LEAST_IO` of the step.
     * `of_no_io`: tokens/s of prefetch over those of no_io.
     * `same_tokens`: whether full, sync and prefetch, as many of them as there are, emitted the same tokens.
     * peaks: the highest tokens/s of a mode among the points that fit by the rule, and that of prefetch (or, without it,
@@ -63,7 +65,7 @@ def ratios(by_mode: Mapping[str, Mapping[str, Any]], followers: float) -> dict[s
     out: dict[str, Any] = {"step_ms": ms}
     if "no_io" in ms and "full" in ms:
         out["no_io_to_full"] = ms["no_io"] / ms["full"]
-    if {"sync", "prefetch", "no_io"} <= set(ms) and ms["sync"] > ms["no_io"] and followers:
+    if {"sync", "prefetch", "no_io"} <= set(ms) and ms["sync"] > (1 + LEAST_IO) * ms["no_io"] and followers:
         out["hidden_share"] = (ms["sync"] - ms["prefetch"]) / (followers * (ms["sync"] - ms["no_io"]))
     for mode in ("prefetch", "sync"):
         if mode in ms and "no_io" in ms:
