@@ -6,8 +6,8 @@ Which launch hides most is measured here, at every concurrency beside the step w
 before each attention, in the same run.
 
 `python -m benchmarks.bench_prefetch [--requests 8 16 32] [--launches 2,8,8 ...]` (programs, warpgroups, loads in
-flight and, if there is a fourth number, buckets for address order) writes benchmarks/results/prefetch_*.jsonl; the best
-goes into `fetch_beside` of `pallas_kernels/tuned`.
+flight and, if given, buckets for address order and lanes of the bulk copy engine) writes
+benchmarks/results/prefetch_*.jsonl; the best goes into `fetch_beside` of `pallas_kernels/tuned`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels.fetch.tuning import Tuning
 
 LAUNCHES = ("2,8,8", "4,8,1", "4,8,2", "8,8,1", "8,4,1", "4,4,4", "16,1,4")
 CONTEXT = 32768
-COLUMNS = ("requests", "mode", "how", "in_flight_kib", "step_ms", "hidden_share", "of_no_io", "same_tokens")
+COLUMNS = ("requests", "mode", "how", "step_ms", "hidden_share", "of_no_io", "same_tokens")
 
 
 def records(requests: list[int], launches: list[Tuning], preset: str) -> Iterator[dict[str, Any]]:
@@ -56,15 +56,14 @@ def records(requests: list[int], launches: list[Tuning], preset: str) -> Iterato
         for how in launches:
             table["choices"] = [{"span_bytes_at_most": 1 << 62, "how": how._asdict()}]
             record = timed(count, "prefetch")
-            in_flight_kib = how.programs * how.threads * how.in_flight * 128 * 16 / 1024
             compared = ratios({"no_io": no_io, "sync": sync, "prefetch": record}, followers)
-            yield compared | record | {"how": how._asdict(), "in_flight_kib": in_flight_kib}
+            yield compared | record | {"how": how._asdict()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", nargs="*", type=int, default=[8, 16, 32])
-    parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads in flight")
+    parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads in flight,buckets,bulk")
     parser.add_argument("--preset", default="glm52_prefetch")
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()

@@ -44,10 +44,6 @@ def stays_on_host(value: Array) -> Array:
     return jax.device_put(value, HOST)
 
 
-def is_on_host(value: Array) -> bool:
-    return value.sharding.memory_kind == HOST_KIND
-
-
 def tree_bytes(tree: Any) -> int:
     """Bytes of all arrays of a pytree, which may be abstract."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -3,7 +3,8 @@
 
 1. every program sums the counts of the requests, so that it knows where each request's rows begin in the whole list;
 2. program p takes the rows m = p modulo the grid, so many at a time that their list fits in shared memory;
-3. the lanes of the program copy the lines of the listed rows, in address order where the pool is wide.
+3. the lanes of the program copy the lines of the listed rows, in address order where the pool is wide; or some of them
+   have the bulk copy engine do it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import indexed
+from pallas_kernels import bulk, indexed
 from pallas_kernels.fetch.tuning import Tuning, tuning
 from pallas_kernels.program import Lists, Program, in_address_order
 from pallas_kernels.resolve.types import Plan
 
-ROWS_OF_A_LANE = 2  # in one list
+LISTED = 2048  # rows in one list
+_HELD_BYTES = 192 * 1024  # shared memory for rows on their way by the bulk copy engine
 
 
 def fetch(
@@ -31,14 +33,14 @@ def fetch(
     """See `pallas_kernels.fetch.fetch`; the counts of the plan instead of the plan."""
     requests, width = plan.host_row.shape
     how = how or tuning(requests, rows_per_space * pool.shape[1] * 4)
-    programs, listed = how.programs, ROWS_OF_A_LANE * how.threads * indexed.LANES
+    programs, words, copiers = how.programs, pool.shape[1], _bulk_lanes(how, pool.shape[1])
 
     def fetch_kernel(
         host_row_ref: Any, slot_ref: Any, count_ref: Any, base_ref: Any, space_ref: Any, group_ref: Any, pool_ref: Any,
         hot_ref: Any, done_ref: Any, starts: Any, *scratch: Any,
     ) -> None:  # fmt: skip
         number, program = lax.axis_index("program"), Program(how.threads, lax.axis_index("thread"))
-        lists = Lists(*scratch)
+        lists, held = Lists(*scratch[: len(Lists._fields)]), scratch[len(Lists._fields) :]
 
         def sum_counts(chunk: Any, before: Array) -> Array:
             request = program.places(requests, chunk)
@@ -58,34 +60,47 @@ def fetch(
 
         def copy(turn: Array, _: Array) -> Array:
             def row_at(at: Array) -> tuple[Array, Array]:
-                at = turn * listed + at
-                m = jnp.where((at >= turn * listed) & (at < share), at * programs + number, -1)
+                at = turn * LISTED + at
+                m = jnp.where((at >= turn * LISTED) & (at < share), at * programs + number, -1)
                 request = indexed.search_last(starts, m)
                 place = request * width + m - indexed.gather(starts, request, 0)
                 place = jnp.where(m >= 0, place, -1)
                 slot = indexed.gather(slot_ref, place)
                 return indexed.gather(host_row_ref, place), slot + indexed.gather(base_ref, request, 0)
 
-            in_address_order(program, lists, listed, row_at, buckets=how.buckets, rows_per_space=rows_per_space)
-            indexed.copy_rows(
-                pool_ref, hot_ref.at[group_ref[0]], lists.from_rows, lists.to_rows,
-                jnp.minimum(share - turn * listed, listed), threads=how.threads, aligned="source",
-                source_offset=space_ref[0] * rows_per_space, in_flight=how.in_flight,
-            )  # fmt: skip
+            in_address_order(program, lists, LISTED, row_at, buckets=how.buckets, rows_per_space=rows_per_space)
+            rows = pool_ref, hot_ref.at[group_ref[0]], lists.from_rows, lists.to_rows
+            count, offset = jnp.minimum(share - turn * LISTED, LISTED), space_ref[0] * rows_per_space
+            if copiers:
+                bulk.copy_rows(*rows, count, *held, lanes=copiers, source_offset=offset)
+            else:
+                indexed.copy_rows(
+                    *rows, count, threads=how.threads, aligned="source", source_offset=offset, in_flight=how.in_flight
+                )
             indexed.barrier()
             return _
 
-        lax.fori_loop(0, lax.div(share + (listed - 1), jnp.int32(listed)), copy, jnp.int32(0))
+        lax.fori_loop(0, lax.div(share + (LISTED - 1), jnp.int32(LISTED)), copy, jnp.int32(0))
 
     run = plgpu.kernel(
         fetch_kernel, out_type=jax.ShapeDtypeStruct((requests,), jnp.int32), grid=(programs,), grid_names=("program",),
         num_threads=how.threads, thread_name="thread",
-        scratch_types=[plgpu.SMEM((requests,), jnp.int32), *Lists.types(listed, how.buckets)],
+        scratch_types=[
+            plgpu.SMEM((requests,), jnp.int32), *Lists.types(LISTED, how.buckets),
+            *(bulk.scratch_types(words, copiers, how.in_flight) if copiers else ()),
+        ],
     )  # fmt: skip
     hot_ref = jax.new_ref(hot_rows)
     flat = plan.host_row.reshape(-1), plan.slot.reshape(-1), plan.count
     done = run(*flat, base, space.reshape(1), group.reshape(1), pool, hot_ref)
     return jax.freeze(hot_ref), done
+
+
+def _bulk_lanes(how: Tuning, words: int) -> int:
+    """Lanes that have the bulk copy engine copy: as many as asked for and held; 0 for rows that it can't copy."""
+    if not bulk.can_copy(words):
+        return 0
+    return min(how.bulk, how.threads * indexed.LANES, _HELD_BYTES // (4 * bulk.piece_words(words) * how.in_flight))
 
 
 def unsupported(words: int, rows: int) -> str | None:

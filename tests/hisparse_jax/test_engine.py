@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hisparse_jax.cache.layout import Layout
-from hisparse_jax.cache.memory import is_on_host
+from hisparse_jax.cache.memory import HOST_KIND
 from hisparse_jax.cache.state import create
 from hisparse_jax.decode import DecodeState, compile_decode, place
 from hisparse_jax.engine.engine import Engine, Events
@@ -161,7 +161,7 @@ def test_the_loop_compiles_once_while_lengths_grow_and_keeps_the_pool_in_place()
     for _ in range(15):
         state, out = step(ADDED, state)
         tokens.append(np.asarray(out.token))
-        assert is_on_host(state.cache.pool)
+        assert state.cache.pool.sharding.memory_kind == HOST_KIND
         assert state.cache.pool.unsafe_buffer_pointer() == pointer
     tokens = np.concatenate(tokens)
     assert tokens[:, 0].tolist() == expected((1,), 60, 5)

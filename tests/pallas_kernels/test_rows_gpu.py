@@ -17,6 +17,10 @@ from tests.pallas_kernels.kernel_cases import make_pool, needs_gpu, pinned, pool
 
 pytestmark = needs_gpu
 WORDS = [288, 164, 146, 320, 160, 176, 2, 6144, 16384]
+LAUNCHES = [
+    FetchTuning(1, 1), FetchTuning(16, 4, 4, 64), FetchTuning(7, 2, 2), FetchTuning(132, 8, 1, 3),
+    FetchTuning(1, 1, 1, bulk=128), FetchTuning(2, 1, 3, 64, bulk=32), FetchTuning(3, 8, 2, 3, bulk=1000),
+]  # fmt: skip
 
 
 def random_plan(rng, counts, width, slots, rows_per_space):
@@ -34,7 +38,7 @@ def test_fetch(words):
     hot = np.full((3, 8 * slots, words), 0xDEADBEEF, np.uint32)
     pool = make_pool(3 * rows_per_space, words)
     base = jnp.asarray(rng.permutation(8) * slots, jnp.int32)
-    for how in (FetchTuning(1, 1), FetchTuning(16, 4, 4, 64), FetchTuning(7, 2, 2), FetchTuning(132, 8, 1, 3)):
+    for how in LAUNCHES:
         step = jax.jit(
             lambda p, h, plan, how=how: fetch_kernel.fetch(
                 p, h, plan, base, jnp.int32(2), jnp.int32(1), rows_per_space=rows_per_space, how=how
@@ -49,7 +53,7 @@ def test_fetch(words):
             same(step(pool, hot, plan), want, f"{how}, counts {counts}")
 
 
-@pytest.mark.parametrize("how", [FetchTuning(), FetchTuning(3, 2, 1, 16)])
+@pytest.mark.parametrize("how", [FetchTuning(), FetchTuning(3, 2, 1, 16), FetchTuning(3, 1, 2, 16, 33)])
 def test_fetch_in_several_rounds(how):
     """More rows than a program can list at once, from more requests than it has lanes."""
     rng = np.random.default_rng(0)
