@@ -27,7 +27,7 @@ from hisparse_jax.throughput_report import ratios
 from pallas_kernels import common as kernels
 from pallas_kernels.fetch.tuning import Tuning
 
-LAUNCHES = ("2,8,8", "4,8,1", "4,8,2", "8,8,1", "8,4,1", "4,4,4", "16,1,4")
+LAUNCHES = ("2,8,8,64", "4,8,1,64", "2,1,1,64,128", "1,1,1,64,128", "2,4,1,64,128", "4,1,1,64,64", "2,1,2,64,64")
 CONTEXT = 32768
 COLUMNS = ("requests", "mode", "how", "step_ms", "hidden_share", "of_no_io", "same_tokens")
 
@@ -63,7 +63,7 @@ def records(requests: list[int], launches: list[Tuning], preset: str) -> Iterato
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", nargs="*", type=int, default=[8, 16, 32])
-    parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads in flight,buckets,bulk")
+    parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads,buckets,bulk")
     parser.add_argument("--preset", default="glm52_prefetch")
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()
