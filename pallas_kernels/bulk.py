@@ -51,6 +51,11 @@ def can_copy(words: int) -> bool:
     return 4 * words % _GRANULE == 0
 
 
+def held_bytes(words: int) -> int:
+    """Shared memory for each piece on its way: itself and its barrier."""
+    return 4 * piece_words(words) + 8
+
+
 def scratch_types(words: int, lanes: int, in_flight: int) -> tuple[Any, Any]:
     """Shared memory of `copy_rows`: pieces on their way, and a 64-bit barrier for each."""
     held = lanes * in_flight

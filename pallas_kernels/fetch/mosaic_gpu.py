@@ -23,7 +23,7 @@ from pallas_kernels.program import Lists, Program, in_address_order
 from pallas_kernels.resolve.types import Plan
 
 LISTED = 2048  # rows in one list
-_HELD_BYTES = 192 * 1024  # shared memory for rows on their way by the bulk copy engine
+_SHARED_BYTES = 212 * 1024  # of the 227 KiB a program can have; what its lists are aligned to takes some
 
 
 def fetch(
@@ -33,7 +33,7 @@ def fetch(
     """See `pallas_kernels.fetch.fetch`; the counts of the plan instead of the plan."""
     requests, width = plan.host_row.shape
     how = how or tuning(requests, rows_per_space * pool.shape[1] * 4)
-    programs, words, copiers = how.programs, pool.shape[1], _bulk_lanes(how, pool.shape[1])
+    programs, words, copiers = how.programs, pool.shape[1], _bulk_lanes(how, pool.shape[1], requests)
 
     def fetch_kernel(
         host_row_ref: Any, slot_ref: Any, count_ref: Any, base_ref: Any, space_ref: Any, group_ref: Any, pool_ref: Any,
@@ -96,11 +96,12 @@ def fetch(
     return jax.freeze(hot_ref), done
 
 
-def _bulk_lanes(how: Tuning, words: int) -> int:
+def _bulk_lanes(how: Tuning, words: int, requests: int) -> int:
     """Lanes that have the bulk copy engine copy: as many as asked for and held; 0 for rows that it can't copy."""
     if not bulk.can_copy(words):
         return 0
-    return min(how.bulk, how.threads * indexed.LANES, _HELD_BYTES // (4 * bulk.piece_words(words) * how.in_flight))
+    left = _SHARED_BYTES - 4 * (requests + 2 * LISTED + how.buckets)
+    return max(0, min(how.bulk, how.threads * indexed.LANES, left // (how.in_flight * bulk.held_bytes(words))))
 
 
 def unsupported(words: int, rows: int) -> str | None:
