@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from hisparse_jax.cache.append import with_rows
-from hisparse_jax.cache.layout import Address
+from hisparse_jax.cache.layout import Address, Layout
 from hisparse_jax.cache.state import Cache
 from pallas_kernels import fetch as fetch_kernel
 from pallas_kernels import resolve as resolve_kernel
@@ -67,19 +67,19 @@ def resolve(
     return Resolution(selected, place, found.plan), cache
 
 
-def beside_fetch(cache: Cache, resolution: Resolution, value: Array) -> Array:
+def beside_fetch(layout: Layout, selected: Array, value: Array) -> Array:
     """The same value, so that what is computed of it runs beside the anchor's own fetch, and not before the selection.
 
-    With rows on the host it hangs on the selection by a condition that always holds, which the compiler doesn't know.
+    Where rows are fetched it hangs on the selection by a condition that always holds, which the compiler doesn't know.
     The barrier keeps that out of the matmul that reads the value, which is then the same in every residency.
 
     Args:
-      cache: where the selection was resolved.
-      resolution: what the anchor's attention will read.
-      value: `[R, ...]`, something that nothing before that attention needs.
+      layout: of the cache.
+      selected: int32 `[R, K]`, what was selected, -1 padded.
+      value: `[R, ...]`, of which something is computed that only the anchor's attention needs.
     """
-    if cache.layout.residency == "hisparse":
-        exists = jnp.expand_dims(resolution.selected[:, 0], range(1, value.ndim)) >= -1
+    if layout.residency == "hisparse":
+        exists = jnp.expand_dims(selected[:, 0], range(1, value.ndim)) >= -1
         value = jnp.where(exists, value, 0)
     return lax.optimization_barrier(value)
 

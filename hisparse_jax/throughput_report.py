@@ -36,7 +36,7 @@ def summary(points: Points, group_sizes: Sequence[int]) -> list[dict[str, Any]]:
 
     * `no_io_to_full`: step times at equal batch.
     * `hidden_share`: what prefetch takes off `sync`, over the followers' part of what fetching adds to `no_io`; not
-      where that is less than `LEAST_IO` of the step.
+      where fetching adds less than `LEAST_IO` to it.
     * `of_no_io`: tokens/s of prefetch over those of no_io.
     * `same_tokens`: whether full, sync and prefetch, as many of them as there are, emitted the same tokens.
     * peaks: the highest tokens/s of a mode among the points that fit by the rule, and that of prefetch (or, without it,

@@ -32,7 +32,7 @@ from models.backbone import Backbone
 from models.dsa_config import DsaConfig
 from models.indexer import Indexer
 from models.layers import MLP, RMSNorm
-from models.mla import LatentAttention, Projected
+from models.mla import LatentAttention
 from models.moe import MoE, Routing
 from pallas_kernels.common import Implementation
 from pallas_kernels.row_format import RecordType
@@ -122,10 +122,11 @@ class Group(nnx.Module):
         issued = followers_issued(len(self.layers), prefetch=self.options.prefetch)
         place, anchor = jnp.maximum(cache.tokens - 1, 0), self.layers[0]
         normed = anchor.attention_norm(x)
-        projected = anchor.attention.project(normed, place)
-        cache = append(cache, addresses[0], projected.record)
-        resolution, cache = self._resolve(anchor, normed, projected, place, cache, addresses[0])
-        query_latent, plan = beside_fetch(cache, resolution, projected.query_latent), resolution.plan
+        query_latent, record = anchor.attention.project(normed, place)
+        cache = append(cache, addresses[0], record)
+        resolution, cache = self._resolve(anchor, normed, query_latent, place, cache, addresses[0])
+        query_latent = beside_fetch(cache.layout, resolution.selected, query_latent)
+        plan = resolution.plan
         for position, (layer, address, followers) in enumerate(zip(self.layers, addresses, issued, strict=True)):
             if position > 0:
                 query_latent, record = layer.attention.project(layer.attention_norm(x), place)
@@ -139,10 +140,10 @@ class Group(nnx.Module):
         return x, cache, resolution.selected
 
     def _resolve(
-        self, anchor: Layer, normed: Array, projected: Projected, place: Array, cache: Cache, address: Address
+        self, anchor: Layer, normed: Array, query_latent: Array, place: Array, cache: Cache, address: Address
     ) -> tuple[Resolution, Cache]:
         """The anchor appends its index key, selects, and brings its missing rows in."""
-        query, weight, key = anchor.indexer(normed, projected.query_latent, place)
+        query, weight, key = anchor.indexer(normed, query_latent, place)
         cache = cache.replace(index=append_index_key(cache.index, cache, address.table, key))
         ids = select_tokens(
             cache.index, cache, address.table, query, weight, self.config.selected, scale=anchor.indexer.scale,
@@ -156,8 +157,8 @@ class Group(nnx.Module):
         """A chunk of one prompt through the group, layers `first..`: `[C, D]`, and what was selected, `[C, K]`."""
         place, anchor_layer = start + jnp.arange(len(x), dtype=jnp.int32), self.layers[0]
         normed = anchor_layer.attention_norm(x)
-        projected = anchor_layer.attention.project(normed, place)
-        query, weight, key = anchor_layer.indexer(normed, projected.query_latent, place)
+        query_latent, record = anchor_layer.attention.project(normed, place)
+        query, weight, key = anchor_layer.indexer(normed, query_latent, place)
         index = _write_keys(prompt.index, anchor, start, key)
         ids = select_in_prompt(
             index, anchor, query, weight, start, self.config.selected, scale=anchor_layer.indexer.scale,
@@ -166,9 +167,9 @@ class Group(nnx.Module):
         rows, mask = prompt.rows, _mask(ids, prompt.rows.shape[1])
         for position, layer in enumerate(self.layers):
             if position > 0:
-                projected = layer.attention.project(layer.attention_norm(x), place)
-            rows = lax.dynamic_update_slice(rows, projected.record[None], (first + position, start, 0))
-            out = layer.attention.attend_in_prompt(rows, first + position, start, mask, projected.query_latent)
+                query_latent, record = layer.attention.project(layer.attention_norm(x), place)
+            rows = lax.dynamic_update_slice(rows, record[None], (first + position, start, 0))
+            out = layer.attention.attend_in_prompt(rows, first + position, start, mask, query_latent)
             x = layer.add_mlp(x + out)
         return x, Prompt(rows, index), ids
 

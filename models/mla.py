@@ -101,8 +101,8 @@ class LatentAttention(nnx.Module):
         self, cache: Cache, address: Address, resolution: Resolution, query_latent: Array, position: Array
     ) -> Array:
         """One token of each request over the selected records: `[R, D]`."""
+        nope, rope = self._queries(query_latent, position)
         with jax.named_scope("project"):
-            nope, rope = self._queries(query_latent, position)
             absorbed = self._einsum("rnd,ndc->rnc", nope, self.key_up[...])
             query = jnp.concatenate([absorbed.astype(rope.dtype), rope], axis=-1)
         latent = attend_latents(
@@ -150,9 +150,10 @@ class LatentAttention(nnx.Module):
 
     def _queries(self, query_latent: Array, position: Array) -> tuple[Array, Array]:
         """Query latents `[T, Q]` to queries, `[T, N, nope]` and, rotated, `[T, N, rope]`."""
-        query = self.query_up(query_latent).reshape(len(query_latent), self.config.heads, -1)
-        nope, rope = jnp.split(query, [self.config.nope], axis=-1)
-        return nope, self._rotate(rope, position)
+        with jax.named_scope("project"):
+            query = self.query_up(query_latent).reshape(len(query_latent), self.config.heads, -1)
+            nope, rope = jnp.split(query, [self.config.nope], axis=-1)
+            return nope, self._rotate(rope, position)
 
     def _rotate(self, x: Array, position: Array) -> Array:
         return rotate(x, position, jnp.asarray(self.frequency, jnp.float32), self.config.rope_pairing, self.factor)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hisparse_jax.prefetch import Fetch, followers_issued, schedule
-from hisparse_jax.resolve import Resolution, beside_fetch
+from hisparse_jax.resolve import beside_fetch
 from models.sizes import PUBLISHED
+from tests import dsa_small as small
 
 GLM_52 = PUBLISHED["GLM-5.2"].group_sizes
 
@@ -53,11 +54,9 @@ def test_what_waits_for_the_selection_keeps_its_bits(residency, dtype):
     """Whatever the number is, an inactive request's too; with rows on the host the compiled program reads the ids."""
     value = jnp.asarray([[0.0, -0.0, 1.5, -3.0], [np.inf, -np.inf, np.nan, -np.nan]], dtype)
     selected = jnp.asarray([[0, 1, 5], [-1, -1, -1]], jnp.int32)
-    cache = SimpleNamespace(layout=SimpleNamespace(residency=residency))
-
-    def waiting(selected, value):
-        return beside_fetch(cache, Resolution(selected, selected, None), value)
-
-    compiled = jax.jit(waiting, keep_unused=True).lower(selected, value).compile()
+    layout = small.layout(small.model()[0], residency, small.CONFIG.selected)
+    lowered = jax.jit(partial(beside_fetch, layout), keep_unused=True).lower(selected, value)
+    assert "optimization_barrier" in lowered.as_text()  # or the condition would become a part of one matmul
+    compiled = lowered.compile()
     assert np.asarray(compiled(selected, value)).tobytes() == np.asarray(value).tobytes()
     assert (" select(" in compiled.as_text()) == (residency == "hisparse")

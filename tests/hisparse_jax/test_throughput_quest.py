@@ -118,7 +118,9 @@ def test_the_layout_counts_pages():
     found = share.layout(Point(32768, 4, "sync"))
     assert (found.record_tokens, found.row_bytes, found.records) == (16, 16 * 2 * 8 * 128 * 2, 2048)
     assert (found.selected, found.hot_slots, found.ring_slots) == (128, 256, 4)
-    assert found.pages_per_request == 128 and found.host_pages == 128 * 32  # for the most requests of any point
+    assert found.pages_per_request == 128 and found.host_pages == 128 * max(
+        share.setting.concurrency
+    )  # for the most of any point
     assert found.group_sizes == (1,) * 8
     full = share.request_bytes(Point(32768, 4, "full"))
     assert full == pytest.approx(8 * 2048 * (65536 + 4096), rel=1e-4)  # rows and two bounds

@@ -192,13 +192,34 @@ def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch):
     ],
 )
 def test_the_docs_show_the_records(name, where, groups):
-    """Step times and ratios in the table of docs/throughput.md; summaries are of the points that are there."""
-    text = (ROOT / "docs/throughput.md").read_text()
+    """Whole rows of the tables of docs/throughput.md, peaks too. Summaries are of the points that are there; older ones
+    tell of hidden shares that are noise as well."""
+    lines = (ROOT / "docs/throughput.md").read_text().splitlines()
     record = json.loads((ROOT / f"benchmarks/results/{name}_nvidia_h200.json").read_text())
     assert record["label"].startswith("synthetic") and record["config"]["runs"] == "runs"
+    points = {(point["requests"], point["mode"]): point for point in record["points"]}
+    ratios = ["hidden_share", "of_no_io"] if max(groups) > 1 else ["sync_of_no_io"]
     for entry, again in zip(record["summary"], report.summary(record["points"], groups), strict=True):
         assert again.items() <= entry.items()
+        for mode, peak in again.get("peaks", {}).items() if max(groups) > 1 else ():
+            ratio = peak["tokens_per_s"] / again["peaks"]["full"]["tokens_per_s"]
+            cells = f"| {peak['requests']} | {peak['tokens_per_s']:.0f} | {f'{ratio:.2f}' if mode != 'full' else 1} |"
+            assert any(line.startswith(f"| `{mode}`") and line.endswith(cells) for line in lines), cells
         if "requests" in entry:
-            (row,) = (line for line in text.splitlines() if line.startswith(f"| {entry['requests']}{where} |"))
-            ratios = [again[key] for key in ("hidden_share", "of_no_io", "no_io_to_full") if key in again]
-            assert all(f"{figure:.3f}" in row for figure in [*entry["step_ms"].values(), *ratios]), row
+            requests = entry["requests"]
+            cells = [f"{requests}{where}"]
+            for mode, ms in entry["step_ms"].items():
+                cells.append(f"{ms:.3f}" + "*" * (not points[requests, mode]["fits_by_rule"]))
+            cells.append(f"{points[requests, 'sync']['fetched_bytes_per_step'] / 1e6:.1f} MB")
+            cells += [f"{again[ratio]:.3f}" if ratio in again else "" for ratio in [*ratios, "no_io_to_full"]]
+            row = f"| {' | '.join(cells)} |".replace("|  |", "| |")
+            assert row in lines, row
+
+
+def test_the_docs_show_the_profile():
+    lines = (ROOT / "docs/throughput.md").read_text().splitlines()
+    name = "benchmarks/results/glm52_prefetch_32k_profile_nvidia_h200.json"
+    stages = [point["stage_us"] for point in json.loads((ROOT / name).read_text())["points"]]
+    for stage in dict.fromkeys(stage for times in stages for stage in times):
+        assert f"| {stage} | {' | '.join(f'{times.get(stage, 0):.0f}' for times in stages)} |" in lines
+    assert f"| all | {' | '.join(f'{sum(times.values()):.0f}' for times in stages)} |" in lines

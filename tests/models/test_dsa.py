@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
+from hisparse_jax.cache.state import create
 from tests import dsa_small as small
 from tests.dsa_small import CONFIG, PROMPTS, STEPS
 
@@ -55,6 +57,30 @@ def test_prefetch_changes_no_bit(full):
     (early, params), (late, _) = small.model(), small.model(prefetch="off")
     late = small.run(late, params, small.layout(late, "hisparse", K + 1), prefilled_by=early)
     assert same_bits(full, late) and np.array_equal(full.selected, late.selected)
+
+
+@pytest.mark.parametrize("residency", ["full", "hisparse", "no_io"])
+def test_an_anchors_query_waits_for_what_it_selects(residency):
+    """In every program its latent is cut off by a barrier; where rows are fetched, behind the selection."""
+    functional, params = small.model()
+    sizes = small.layout(functional, residency, K)
+    cache = jax.eval_shape(lambda: create(sizes, functional.new_index(sizes)))
+    token = jnp.zeros(len(PROMPTS), jnp.int32)
+    traced = jax.make_jaxpr(functional.decode)(params, token, cache)
+
+    def waiting(jaxpr):
+        """What gives each barrier of a latent its operand; attention has barriers of its own."""
+        made_by = {id(variable): equation for equation in jaxpr.eqns for variable in equation.outvars}
+        for equation in jaxpr.eqns:
+            shapes = [variable.aval.shape for variable in equation.outvars]
+            if equation.primitive.name == "optimization_barrier" and shapes == [(len(PROMPTS), CONFIG.query_latent)]:
+                yield made_by[id(equation.invars[0])].params.get("name")
+            for inner in jaxprs_in_params(equation.params):
+                yield from waiting(inner)
+
+    names = list(waiting(traced.jaxpr))
+    assert len(names) == 2, "two anchors"
+    assert [name == "_where" for name in names] == [residency == "hisparse"] * 2, names
 
 
 def test_no_io_moves_nothing():
