@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from hisparse_jax.cache.state import create
+from hisparse_jax.cache.state import create, entering
 from tests import dsa_small as small
 from tests.dsa_small import CONFIG, PROMPTS, STEPS
 
@@ -66,7 +66,7 @@ def test_an_anchors_query_waits_for_what_it_selects(residency):
     sizes = small.layout(functional, residency, K)
     cache = jax.eval_shape(lambda: create(sizes, functional.new_index(sizes)))
     token = jnp.zeros(len(PROMPTS), jnp.int32)
-    traced = jax.make_jaxpr(functional.decode)(params, token, cache)
+    traced = jax.make_jaxpr(lambda cache: functional.decode(params, token, entering(cache)))(cache)
 
     def waiting(jaxpr):
         """What gives each barrier of a latent its operand; attention has barriers of its own."""
