@@ -8,10 +8,12 @@ without graphs (`compiler_options.decode_options(graphs=False)`): kernels run on
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.table import Table
@@ -22,6 +24,7 @@ STAGES = (
     "head", "backup", "sample", "other",
 )  # fmt: skip
 
+_GPU = "/device:GPU"
 _CONTAINERS = re.compile(r"(while|call|conditional)(\.\d+)?$")  # their time is that of what they hold
 _NAMED = re.compile(r"%?([\w.\-]+) = .*metadata=\{.*?op_name=\"([^\"]*)\"")
 
@@ -56,11 +59,8 @@ def stage_us(folder: Path, operations: Mapping[str, str]) -> dict[str, float]:
     Raises:
       FileNotFoundError: the folder has no trace.
     """
-    traces = sorted(folder.rglob("*.xplane.pb"))
-    if not traces:
-        raise FileNotFoundError(f"{folder} holds no trace")
-    planes = list(jax.profiler.ProfileData.from_file(str(traces[-1])).planes)
-    gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+    planes = _planes(folder)
+    gpus = [plane for plane in planes if plane.name.startswith(_GPU)]
     devices = gpus or [plane for plane in planes if plane.name == "/host:CPU"]
     total = dict.fromkeys(STAGES, 0.0)
     for line in (line for plane in devices for line in plane.lines):
@@ -73,6 +73,41 @@ def stage_us(folder: Path, operations: Mapping[str, str]) -> dict[str, float]:
             if (gpus or operation) and not _CONTAINERS.match(operation):  # a host does other things too
                 total[stage_of(named or operations.get(operation, ""))] += event.duration_ns / 1e3
     return {stage: us for stage, us in total.items() if us}
+
+
+def idle_share(folder: Path) -> float | None:
+    """Of the time from a trace's first kernel to the end of its last, the part in which none runs; None without a GPU.
+
+    Args:
+      folder: of `traced`; of a program with its graphs, whose kernels run side by side.
+    Raises:
+      FileNotFoundError: the folder has no trace.
+    """
+    kernels = [
+        (event.start_ns, event.start_ns + event.duration_ns)
+        for plane in _planes(folder) if plane.name.startswith(_GPU) for line in plane.lines for event in line.events
+    ]  # fmt: skip
+    if not kernels:
+        return None
+    first, last = min(begin for begin, _ in kernels), max(end for _, end in kernels)
+    return 1 - covered(kernels) / (last - first)
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals, each from its begin to its end."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(end - max(begin, until), 0)
+        until = max(until, end)
+    return total
+
+
+def _planes(folder: Path) -> list[Any]:
+    """The planes of the last trace of a folder."""
+    traces = sorted(folder.rglob("*.xplane.pb"))
+    if not traces:
+        raise FileNotFoundError(f"{folder} holds no trace")
+    return list(jax.profiler.ProfileData.from_file(str(traces[-1])).planes)
 
 
 def stage_table(by_run: Mapping[str, Mapping[str, float]]) -> Table:

@@ -119,8 +119,8 @@ class Share:
 
     @property
     def steps(self) -> int:
-        """The most steps that a request decodes: the first, those of all chunks, and one chunk for a profile."""
-        return 1 + (self.warmup_calls + self.calls * self.setting.repeats + 1) * self.config.decode.steps
+        """The most steps that a request decodes: the first, those of all chunks, and two chunks for a profile."""
+        return 1 + (self.warmup_calls + self.calls * self.setting.repeats + 2) * self.config.decode.steps
 
     @property
     def warmup_calls(self) -> int:

@@ -32,7 +32,7 @@ from hisparse_jax.decode import DecodeState, compile_decode, place, state_placem
 from hisparse_jax.engine.metrics import MISSES, Metrics
 from hisparse_jax.environment import environment
 from hisparse_jax.errors import ExpectationError
-from hisparse_jax.profiling import operation_names, stage_table, stage_us, traced
+from hisparse_jax.profiling import idle_share, operation_names, stage_table, stage_us, traced
 from hisparse_jax.run_folder import RunFolder, run_folder
 from hisparse_jax.simulated import Point, Share, points
 from hisparse_jax.synthetic import random_index, state_of
@@ -143,7 +143,7 @@ class Pool:
 def time_point(
     share: Share, point: Point, programs: Programs, params: list[Array], pool: Pool, profile: Path
 ) -> dict[str, Any]:
-    """Admits, warms up and times one point; traces one chunk more into `profile` if that was compiled."""
+    """Admits, warms up and times one point; traces two chunks more into `profile`, if one was compiled for that."""
     setting, layout, chunk, steps = share.setting, programs.layout, share.config.decode.steps, share.steps
     index = random_index(share.models[point.mode].new_index(layout))
 
@@ -182,11 +182,14 @@ def time_point(
         tokens += [out.token for out in outs]
         counters += [np.asarray(out.counters) for out in outs]
     if programs.profiled is not None:
-        with traced(profile):
+        with traced(profile / "stages"):
             state, _ = jax.block_until_ready(programs.profiled(params, state))
-        times = stage_us(profile, operation_names(programs.profiled.as_text()))
+        with traced(profile / "graphs"):
+            state, _ = jax.block_until_ready(programs.decode(params, state))
+        times = stage_us(profile / "stages", operation_names(programs.profiled.as_text()))
         record["stage_us"] = {stage: us / chunk for stage, us in times.items()}
         record["outside_kernels"] = 1 - sum(record["stage_us"].values()) / 1e3 / float(np.median(step_ms))
+        record["idle_share"] = idle_share(profile / "graphs")
     pool.take_back(state)
     emitted = np.concatenate([np.asarray(one) for one in tokens])
     counted = np.concatenate(counters)

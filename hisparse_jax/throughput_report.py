@@ -23,6 +23,7 @@ def line(point: Mapping[str, Any], layers: int, all_layers: int) -> str:
         f"{where} {point['step_ms']:8.3f} ms a step, {point['tokens_per_s']:9.1f} tokens/s (with {layers} of "
         f"{all_layers} layers), misses {point['miss_rate']:6.2%}, compiled in {point['compile_s']:.0f} s"
         + (f", outside kernels {point['outside_kernels']:.1%}" if "outside_kernels" in point else "")
+        + (f", idle {point['idle_share']:.1%}" if point.get("idle_share") is not None else "")
     )
 
 

@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from hisparse_jax.profiling import STAGES, operation_names, stage_of, stage_table, stage_us, traced
+from hisparse_jax.profiling import (
+    STAGES,
+    covered,
+    idle_share,
+    operation_names,
+    stage_of,
+    stage_table,
+    stage_us,
+    traced,
+)
 
 
 def test_the_innermost_stage_of_a_name():
@@ -41,9 +50,19 @@ def test_time_by_stage(tmp_path):
         jax.block_until_ready(compiled(x))
     times = stage_us(tmp_path, operation_names(compiled.as_text()))
     assert times["mlp"] > 0 and times["attention"] > 0
+    idle = idle_share(tmp_path)
+    assert (idle is None) if jax.default_backend() == "cpu" else 0 <= idle < 1
     assert set(times) <= {"mlp", "attention", "other"} and list(times) == [s for s in STAGES if s in times]
     assert times.get("other", 0) < times["mlp"] + times["attention"]
     assert stage_table({"full": times, "hisparse": {}}).row_count == len(times) + 1
+
+
+@pytest.mark.parametrize(
+    ("intervals", "length"),
+    [([], 0), ([(3, 5)], 2), ([(0, 2), (5, 6)], 3), ([(4, 6), (0, 10), (9, 12)], 12), ([(0, 1), (1, 2), (1, 1)], 2)],
+)
+def test_what_intervals_cover(intervals, length):
+    assert covered(intervals) == length
 
 
 def test_nothing_is_traced_without_a_folder(tmp_path):
@@ -51,3 +70,5 @@ def test_nothing_is_traced_without_a_folder(tmp_path):
         jnp.ones(3).block_until_ready()
     with pytest.raises(FileNotFoundError, match="holds no trace"):
         stage_us(tmp_path, {})
+    with pytest.raises(FileNotFoundError, match="holds no trace"):
+        idle_share(tmp_path)

@@ -328,7 +328,7 @@ def test_points_of_a_context_have_pools_of_one_size():
             "synthetic.modes.0: input should be 'full', 'sync', 'prefetch' or 'no_io'",
         ),
         (["synthetic.device_share=1.5"], "synthetic.device_share: "),
-        (["synthetic.contexts=[21]"], "synthetic.contexts: 21 tokens are no more than the 21 of all steps"),
+        (["synthetic.contexts=[25]"], "synthetic.contexts: 25 tokens are no more than the 25 of all steps"),
         (["synthetic.concurency=[1]"], "synthetic.concurency: unknown key, did you mean 'concurrency'?"),
         (["model.published=GLM-9"], "model.published: 'GLM-9' is not known; known: DeepSeek-V3.2, GLM-5.1, GLM-5.2"),
         (

@@ -159,7 +159,9 @@ def test_a_line_as_it_comes():
         "1024 tokens x 8 prefetch 6.000 ms a step, 1333.3 tokens/s (with 8 of 78 layers), misses 12.50%, compiled in "
         "2 s"
     )
-    assert report.line({**ALL[0], "outside_kernels": 0.041}, 8, 78).endswith("in 2 s, outside kernels 4.1%")
+    profiled = {**ALL[0], "outside_kernels": 0.041, "idle_share": None}
+    assert report.line(profiled, 8, 78).endswith("in 2 s, outside kernels 4.1%")
+    assert report.line({**profiled, "idle_share": 0.02}, 8, 78).endswith("outside kernels 4.1%, idle 2.0%")
     assert report.line(FAILED, 8, 78).endswith("full     does not fit in memory")
 
 
