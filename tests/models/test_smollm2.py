@@ -135,10 +135,16 @@ def recorded_selections() -> Iterator[dict[tuple[int, int], np.ndarray]]:
 
 
 def test_bfloat16_runs_and_is_close(file: GgufFile, data: Path) -> None:
-    """The same text for a short prompt; bf16 has 8 bits of mantissa, so logits of size 20 agree to a few tenths."""
+    """The same text for a short prompt, and logits as close as rounding lets them be.
+
+    Two additions and four inputs of products a layer each round, by up to 2^-9 of what they hold, so with a deviation
+    of 2^-9 / sqrt(3). Errors that don't depend on each other add up to sqrt(6 layers) times that, 1.5 % for 30 layers;
+    three deviations are hardly ever passed. How much is seen depends on how a processor multiplies bfloat16 numbers.
+    """
     case = dict(np.load(data / "smollm2/chat.npz"))
     opened = open_gguf(file, QuestRule("shared", 16, 1), jnp.bfloat16)
     engine = decode(opened, opened.load(), case, "hisparse", hot_slots=16, ring_slots=1)
     assert engine.completions[0].tokens[:6] == case["generated_ids"].tolist()[:6]
-    difference = np.abs(engine.completions[0].logits[0][case["top_ids"][0]] - case["top_logits"][0]).max()
-    assert difference < 0.5
+    want = case["top_logits"][0]
+    difference = np.abs(engine.completions[0].logits[0][case["top_ids"][0]] - want).max()
+    assert difference < 3 * np.sqrt(6 * opened.config.layers / 3) * 2.0**-9 * np.abs(want).max()

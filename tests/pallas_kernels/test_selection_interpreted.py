@@ -72,7 +72,7 @@ def test_quest_scores():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)  # values about 100
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # of what lies past a length
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in matmul")  # of what lies past a length
 @pytest.mark.parametrize(
     "heads, records, length, block_tokens, parts",
     [
