@@ -24,7 +24,7 @@ demo: $(READY) $(MODEL_READY)
 	$(BIN)/hisparse run quickstart
 
 test: $(READY) $(MODEL_READY)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not gpu and not slow"
 
 test-slow: $(READY) $(MODEL_READY)
 	$(BIN)/python -m pytest -m "slow"
