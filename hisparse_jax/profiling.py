@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a decode step's time goes: a trace on disk, and device time by stage.
 
-Stages are the named scopes of the code. Inside a CUDA graph kernels carry no names, so what is profiled is compiled
-without graphs (`compiler_options.decode_options(graphs=False)`): kernels run one after the other, nothing overlaps.
+Stages are the named scopes of the code. Inside a CUDA graph kernels carry no names of scopes, so stages are timed in a
+program compiled without graphs (`compiler_options.decode_options(graphs=False)`): kernels run one after the other,
+nothing overlaps. How much of a program with graphs no kernel runs is told by `idle_share`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import indexed
-from pallas_kernels.indexed import _block_lane, _c, _compare, _emit, _i32, _load, arith, ir, llvm, scf
+from pallas_kernels.indexed import _block_lane, _c, _compare, _emit, _i32, _load, _row_address, arith, ir, llvm, scf
 
 LARGEST_PIECE = 2048  # bytes of a row that are moved at once
 _GRANULE = 16  # bytes
@@ -92,18 +92,12 @@ def copy_rows(
         ctx: Any, source: Any, target: Any, source_row: Any, target_row: Any, held: Any, barriers: Any, rows: Any,
         source_offset: Any,
     ) -> None:  # fmt: skip
-        i64 = ir.IntegerType.get_signless(64)
         lane, items = _block_lane(), arith.muli(rows.registers.item(), _c(pieces))
 
         def shared(ref: Any, k: int, stride: int) -> Any:
             """32-bit address of this lane's k-th part of a scratch array."""
             base = llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(ref))
             return arith.addi(base, arith.muli(arith.addi(lane, _c(k * lanes)), _c(stride)))
-
-        def address(ref: Any, row: Any, piece: Any) -> Any:
-            base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
-            row = arith.muli(arith.extsi(i64, row), mgpu.c(row_bytes, i64))
-            return arith.addi(arith.addi(base, row), arith.extsi(i64, arith.muli(piece, _c(size))))
 
         slots = [(shared(held, k, size), shared(barriers, k, 8)) for k in range(in_flight)]
         with mgpu.when(_compare("slt", lane, _c(lanes))):
@@ -117,13 +111,14 @@ def copy_rows(
                 under_way = []
                 for k, (slot, barrier) in enumerate(slots):
                     item = arith.addi(loop.induction_variable, _c(k * lanes))
-                    there, piece = _compare("slt", item, items), arith.remui(item, _c(pieces))
+                    there, offset = _compare("slt", item, items), arith.muli(arith.remui(item, _c(pieces)), _c(size))
                     m = arith.divui(arith.minsi(item, arith.subi(items, _c(1))), _c(pieces))
                     from_row = arith.addi(_load(source_row, m), source_offset.registers.item())
                     with mgpu.when(there):
                         _ptx(_EXPECT, barrier, _c(size))
-                        _ptx(_LOAD, slot, address(source, from_row, piece), _c(size), barrier)
-                    under_way.append((there, slot, barrier, address(target, _load(target_row, m), piece)))
+                        _ptx(_LOAD, slot, _row_address(source, from_row, row_bytes, offset), _c(size), barrier)
+                    to_address = _row_address(target, _load(target_row, m), row_bytes, offset)
+                    under_way.append((there, slot, barrier, to_address))
                 for there, slot, barrier, to_address in under_way:
                     with mgpu.when(there):
                         _ptx(_WAIT, barrier, parity)

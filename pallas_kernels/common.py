@@ -18,6 +18,7 @@ Implementation = Literal["auto", "xla", "mosaic_gpu"]
 
 HOST = jax.memory.Space.Host
 DEVICE = jax.memory.Space.Device
+SHARED_BYTES = 220 * 1024  # of the 227 KiB a program of a kernel can have
 
 
 def choose(implementation: str, operation: str, mosaic_gpu: str | None) -> str:

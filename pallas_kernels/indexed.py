@@ -92,6 +92,14 @@ def _store(value: Any, ref: Any, *index: Any) -> None:
     memref.store(value, ref, [_index(i) for i in index])
 
 
+def _row_address(ref: Any, row: Any, row_bytes: int, offset: Any) -> Any:
+    """64-bit address of byte `offset` of a row of a ref in GMEM."""
+    i64 = ir.IntegerType.get_signless(64)
+    base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+    return arith.addi(arith.addi(base, arith.muli(arith.extsi(i64, row), mgpu.c(row_bytes, i64))),
+                      arith.extsi(i64, offset))  # fmt: skip
+
+
 def _elements(array: Any) -> list[Any]:
     out: list[Any] = []
     array.foreach(lambda value, _: out.append(value))

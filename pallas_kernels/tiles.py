@@ -26,6 +26,7 @@ from pallas_kernels.indexed import (
     _emit,
     _i32,
     _load,
+    _row_address,
     arith,
     interpreting,
     ir,
@@ -56,14 +57,6 @@ def _tile_places(tile: Any) -> tuple[list[tuple[Any, Any]], Any]:
     passes = range(pieces_down * 8 // _ROWS_A_PASS)
     step = _ROWS_A_PASS // 8 * pieces_across * 1024
     return [(arith.addi(row, _c(p * _ROWS_A_PASS)), arith.addi(base, _c(p * step))) for p in passes], chunk
-
-
-def _row_address(source: Any, row: Any, row_bytes: int, offset: Any) -> Any:
-    """64-bit address of byte `offset` of a row."""
-    i64 = ir.IntegerType.get_signless(64)
-    base = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(source))
-    return arith.addi(arith.addi(base, arith.muli(arith.extsi(i64, row), mgpu.c(row_bytes, i64))),
-                      arith.extsi(i64, offset))  # fmt: skip
 
 
 def _copy_async(to_address: Any, from_address: Any, take: Any, to_offset: int, from_offset: int) -> None:

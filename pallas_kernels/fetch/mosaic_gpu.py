@@ -18,12 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import bulk, indexed
+from pallas_kernels.common import SHARED_BYTES
 from pallas_kernels.fetch.tuning import Tuning, tuning
 from pallas_kernels.program import Lists, Program, in_address_order
 from pallas_kernels.resolve.types import Plan
 
 LISTED = 2048  # rows in one list
-_SHARED_BYTES = 212 * 1024  # of the 227 KiB a program can have; what its lists are aligned to takes some
 
 
 def fetch(
@@ -100,8 +100,9 @@ def _bulk_lanes(how: Tuning, words: int, requests: int) -> int:
     """Lanes that have the bulk copy engine copy: as many as asked for and held; 0 for rows that it can't copy."""
     if not bulk.can_copy(words):
         return 0
-    left = _SHARED_BYTES - 4 * (requests + 2 * LISTED + how.buckets)
-    return max(0, min(how.bulk, how.threads * indexed.LANES, left // (how.in_flight * bulk.held_bytes(words))))
+    lists = 4 * (requests + 2 * LISTED + how.buckets) + 8 * 1024  # with what they are aligned to
+    held = (SHARED_BYTES - lists) // (how.in_flight * bulk.held_bytes(words))
+    return max(0, min(how.bulk, how.threads * indexed.LANES, held))
 
 
 def unsupported(words: int, rows: int) -> str | None:

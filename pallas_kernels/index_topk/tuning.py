@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pallas_kernels.common import SHARED_BYTES
+
 SHARE = 128  # positions of a program are a multiple of this, so that its bitmaps begin with a whole word
-SHARED_BYTES = 220 * 1024  # of the 227 KiB a program can have
 RESIDENT_BYTES = 128 * 1024  # of keys that a program keeps in shared memory
 _MULTIPROCESSORS = 132
 

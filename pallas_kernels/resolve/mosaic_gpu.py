@@ -27,11 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import indexed
+from pallas_kernels.common import SHARED_BYTES
 from pallas_kernels.program import Lists, Program, in_address_order
 from pallas_kernels.resolve.tuning import Tuning, tuning
 from pallas_kernels.resolve.types import Plan, Resolved
 
-SHARED_BYTES = 220 * 1024  # of the 227 KiB a program can have
 _NEVER = jnp.iinfo(jnp.int32).max
 
 

@@ -24,12 +24,13 @@ from pallas_kernels.indexed import (
     _emit,
     _i32,
     _load,
+    _row_address,
     arith,
     interpreting,
     ir,
     llvm,
 )
-from pallas_kernels.tiles import _CHUNK, _REF, TILED, _copy_async, _row_address
+from pallas_kernels.tiles import _CHUNK, _REF, TILED, _copy_async
 
 _SCALED = 128  # values of a record that share a scale
 _ROWS = 8  # that a warp copies and converts at a time: they share pieces of 8 rows x 64 columns, of 1 KiB each

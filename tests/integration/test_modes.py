@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hisparse_jax.cache.layout import Layout, Residency
+from hisparse_jax import simulated
+from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.state import create
 from hisparse_jax.decode import compile_decode, place
-from hisparse_jax.prefetch import Prefetch
 from hisparse_jax.synthetic import compile_admission, random_index, state_of
 from hisparse_jax.workload import FITTED
 from models.dsa import DsaDecoder, DsaOptions
@@ -29,11 +29,7 @@ WIDE = replace(
     dense=(True, *(False,) * 7),
 )  # fmt: skip
 SMALL = replace(WIDE, hidden=64, heads=4, query_latent=32, latent=32, rope=8, nope=16, value=16, index_dim=16)
-MODES: dict[str, tuple[Residency, Prefetch]] = {
-    "full": ("full", "off"),
-    "sync": ("hisparse", "off"),
-    "prefetch": ("hisparse", "exact"),
-}
+MODES = {mode: how for mode, how in simulated.MODES.items() if mode != "no_io"}  # whose output is valid
 REQUESTS, CONTEXT, STEPS, CHUNKS = 3, 2048, 4, 3
 
 
