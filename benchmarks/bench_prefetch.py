@@ -13,66 +13,69 @@ benchmarks/results/prefetch_*.jsonl; the best goes into `fetch_beside` of `palla
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import common
+from benchmarks.decode_points import Variant, times
 from hisparse_jax.config import Mode, load
 from hisparse_jax.simulated import Point, Share
-from hisparse_jax.throughput import Pool, lower_point, time_point
+from hisparse_jax.throughput import lower_point
 from hisparse_jax.throughput_report import ratios
 from pallas_kernels import common as kernels
 from pallas_kernels.fetch.tuning import Tuning
 
-LAUNCHES = ("2,8,8,64", "4,8,1,64", "2,1,1,64,128", "1,1,1,64,128", "2,4,1,64,128", "4,1,1,64,64", "2,1,2,64,64")
+LAUNCHES = ("2,8,8,64", "4,8,1,64", "2,1,1,64,64", "2,4,1,64,128", "4,1,1,64,64")
 CONTEXT = 32768
 COLUMNS = ("requests", "mode", "how", "step_ms", "hidden_share", "of_no_io", "same_tokens")
 
 
-def records(requests: list[int], launches: list[Tuning], preset: str) -> Iterator[dict[str, Any]]:
-    """The step time of every launch at every concurrency."""
+def records(requests: list[int], pool: int, launches: list[Tuning], preset: str) -> list[dict[str, Any]]:
+    """The step time of every launch at every concurrency, with a host pool for `pool` requests or for all of them."""
     settings = (
-        f"contexts=[{CONTEXT}]", f"concurrency={requests}", "modes=[no_io, sync, prefetch]", "layers=4",
+        f"contexts=[{CONTEXT}]", f"concurrency={[*requests, pool]}", "modes=[no_io, sync, prefetch]", "layers=4",
         "cold_concurrency=[]",
     )  # fmt: skip
     share = Share(load(preset, [f"synthetic.{setting}" for setting in settings]))
     followers = 1 - len(share.shape.group_sizes) / share.shape.layers
-    params, pool = share.parameters(), Pool()
+    params, variants = share.parameters(), []
     table = kernels._tuned_table(jax.devices()[0].device_kind)["fetch_beside"]
 
-    def timed(count: int, mode: Mode) -> dict[str, Any]:
+    def add(count: int, mode: Mode, how: Tuning | None = None) -> None:
+        if how is not None:
+            table["choices"] = [{"span_bytes_at_most": 1 << 62, "how": how._asdict()}]
         jax.clear_caches()  # the launch is no argument of what is traced
         point = Point(CONTEXT, count, mode)
-        record = time_point(share, point, lower_point(share, point, params).compile(), params, pool, Path())
-        kept = ("step_ms", "step_ms_samples", "miss_rate", "tokens")
-        return {"requests": count, "mode": mode} | {name: record[name] for name in kept}
+        label = {} if how is None else {"how": how._asdict()}
+        variants.append(Variant(label, share, point, lower_point(share, point, params)))
 
     for count in requests:
-        no_io, sync = timed(count, "no_io"), timed(count, "sync")
-        yield from (no_io, sync)
+        add(count, "no_io")
+        add(count, "sync")
         for how in launches:
-            table["choices"] = [{"span_bytes_at_most": 1 << 62, "how": how._asdict()}]
-            record = timed(count, "prefetch")
-            compared = ratios({"no_io": no_io, "sync": sync, "prefetch": record}, followers)
-            yield compared | record | {"how": how._asdict()}
+            add(count, "prefetch", how)
+    done = times(variants, params)
+    for record in done:
+        if record["mode"] == "prefetch":
+            same = {other["mode"]: other for other in done if other["requests"] == record["requests"]}
+            record |= ratios(same | {"prefetch": record}, followers)
+    return done
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", nargs="*", type=int, default=[8, 16, 32])
+    parser.add_argument("--pool", type=int, default=1, help="at least so many requests' rows fit in the host pool")
     parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads,buckets,bulk")
     parser.add_argument("--preset", default="glm52_prefetch")
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()
     launches = [Tuning(*map(int, launch.split(","))) for launch in options.launches]
-    environment, done = common.environment(), []
+    environment = common.environment()
+    done = [record | environment for record in records(options.requests, options.pool, launches, options.preset)]
     device = environment["device"].lower().replace(" ", "_")
-    for record in records(options.requests, launches, options.preset):
-        done.append(record | environment)
-        common.write_records(f"{options.out}/prefetch_{device}.jsonl", done)
+    common.write_records(f"{options.out}/prefetch_{device}.jsonl", done)
     common.print_table(done, COLUMNS)
 
 

@@ -55,7 +55,8 @@ def open_model(config: Config) -> Opened:
     rule = quest_rule(config) if isinstance(config.selection, QuestSelection) else None
     return open_path(
         path, rule=rule, dtype=config.model.dtype, records=config.model.records, index_keys=config.model.index_keys,
-        prefetch=decode.prefetch, fetch_programs=decode.fetch_programs, implementation=decode.implementation,
+        prefetch=decode.prefetch, fetch_programs=decode.fetch_programs, parts=decode.parts,
+        implementation=decode.implementation,
     )  # fmt: skip
 
 

@@ -140,6 +140,8 @@ class DecodeConfig:
         are read ("off").
       fetch_programs: grid of a follower's fetch; a small one leaves the device to what runs beside it. The measured
         one if not given.
+      parts: in how many parts a DSA model's requests are selected and resolved, each beside the fetch of the one
+        before. The measured number if not given.
     """
 
     residencies: tuple[Residency, ...] = ("full", "hisparse")
@@ -150,6 +152,7 @@ class DecodeConfig:
     implementation: Literal["auto", "xla", "mosaic_gpu"] = "auto"
     prefetch: Prefetch = "exact"
     fetch_programs: Positive | None = None
+    parts: Positive | None = None
 
 
 Mode = Literal["full", "sync", "prefetch", "no_io"]

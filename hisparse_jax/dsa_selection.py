@@ -62,7 +62,7 @@ def append_index_key(index: DsaIndex, cache: Cache, anchor: Array | int, key: Ar
 
 def select_tokens(
     index: DsaIndex, cache: Cache, anchor: Array | int, query: Array, weight: Array, count: int, *, scale: float,
-    workload: Locality | None = None, implementation: Implementation = "auto",
+    workload: Locality | None = None, busy: int | None = None, implementation: Implementation = "auto",
 ) -> Array:  # fmt: skip
     """The `count` best tokens of each request; all of them where there are fewer. The newest is not forced in.
 
@@ -75,6 +75,7 @@ def select_tokens(
       count: how many; no more than the selection that the cache was made for.
       scale: factor of the products.
       workload: a synthetic process whose scores stand for those just computed.
+      busy: about how many requests are active, for the launch; all of them if None.
       implementation: of the kernels.
     Returns:
       int32 `[R, K]`, ascending, -1 padded; K is what the cache was made for.
@@ -87,12 +88,12 @@ def select_tokens(
     with jax.named_scope("index_scores"):
         scores = dsa_scores(
             query, weight, index.keys, index.key_scale, anchor, scale=scale, length=cache.length,
-            implementation=implementation,
+            busy=busy, implementation=implementation,
         )  # fmt: skip
     with jax.named_scope("selection"):
         if workload is not None:
             scores = synthetic_scores(scores, cache.length, jnp.asarray(anchor, jnp.int32), workload)
-        ids = index_topk(scores, cache.length, min(count, width), implementation=implementation)
+        ids = index_topk(scores, cache.length, min(count, width), busy=busy, implementation=implementation)
     return jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
 
 

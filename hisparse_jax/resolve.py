@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from hisparse_jax.cache.append import with_rows
@@ -14,7 +17,7 @@ from hisparse_jax.cache.layout import Address, Layout
 from hisparse_jax.cache.state import Cache
 from pallas_kernels import fetch as fetch_kernel
 from pallas_kernels import resolve as resolve_kernel
-from pallas_kernels.common import Implementation
+from pallas_kernels.common import Implementation, tuned
 from pallas_kernels.resolve import Plan
 
 
@@ -33,7 +36,7 @@ class Resolution(NamedTuple):
 
 
 def resolve(
-    cache: Cache, address: Address, selected: Array, implementation: Implementation = "auto"
+    cache: Cache, address: Address, selected: Array, implementation: Implementation = "auto", *, busy: int | None = None
 ) -> tuple[Resolution, Cache]:
     """Gives every selected record a slot and brings the missing rows of the anchor in.
 
@@ -42,6 +45,7 @@ def resolve(
       address: the anchor (position 0 of its group).
       selected: int32 `[R, K]`, ids ascending and unique, below the request's length, -1 padded.
       implementation: of the kernels: "auto", "xla" or "mosaic_gpu".
+      busy: about how many requests are active, for the launch; all of them if None.
     """
     layout = cache.layout
     base = cache.base[:, None]
@@ -58,13 +62,39 @@ def resolve(
         else:
             found, rows = resolve_kernel.resolve_and_fetch(
                 cache.pool, cache.hot_rows[address.position], selected, cache.length, *tables, cache.base,
-                address.table, address.space, address.group, rows_per_space=layout.rows_per_space, **sizes,
+                address.table, address.space, address.group, rows_per_space=layout.rows_per_space, busy=busy, **sizes,
             )  # fmt: skip
             cache = with_rows(cache, address.position, rows)
-    counters = cache.counters.at[address.table].set(found.counters)
+    counters = cache.counters.at[address.table].add(found.counters)  # those of other parts are there
     cache = cache.replace(slot_ids=found.slot_ids, recency=found.recency, counters=counters)
     place = jnp.where(found.slots >= 0, base + found.slots, -1)
     return Resolution(selected, place, found.plan), cache
+
+
+def selection_parts(layout: Layout, wanted: int | None = None) -> int:
+    """In how many parts requests are selected and resolved: the next part selects while rows of this one are fetched.
+
+    One where nothing is fetched.
+
+    Args:
+      layout: of the cache.
+      wanted: how many; the measured choice (`pallas_kernels/tuned`) if None.
+    """
+    if layout.residency != "hisparse":
+        return 1
+    measured = tuned("selection_parts", requests=layout.request_slots, records=layout.records)["parts"]
+    return min(wanted or measured, layout.request_slots)
+
+
+def part_of(cache: Cache, number: int, parts: int) -> Cache:
+    """The cache of a step in which only one part of the active requests takes part: those of neighbouring slots."""
+    slots = cache.layout.request_slots
+    return cache.replace(active=cache.active & (np.arange(slots) * parts // slots == number))
+
+
+def together(resolutions: Sequence[Resolution]) -> Resolution:
+    """What the parts resolved; a request of another part has -1 everywhere, and no misses."""
+    return functools.reduce(functools.partial(jax.tree.map, jnp.maximum), resolutions)
 
 
 def beside_fetch(layout: Layout, selected: Array, value: Array) -> Array:

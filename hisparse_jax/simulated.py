@@ -82,7 +82,8 @@ def decoder(config: Config, shape: Shape, mode: Mode, workload: Locality) -> Dsa
     _, prefetch = MODES[mode]
     options = DsaOptions(
         record="bfloat16", index_keys="bfloat16" if keys == "plain" else keys, prefetch=prefetch,
-        fetch_programs=decode.fetch_programs, workload=workload, implementation=decode.implementation,
+        fetch_programs=decode.fetch_programs, parts=decode.parts, workload=workload,
+        implementation=decode.implementation,
     )  # fmt: skip
     return DsaDecoder(shape, options, dtype=dtype, rngs=rngs)
 

@@ -25,7 +25,7 @@ from hisparse_jax.dsa_selection import (
     store_keys,
 )
 from hisparse_jax.prefetch import Prefetch, followers_issued
-from hisparse_jax.resolve import Resolution, beside_fetch, fetch, resolve
+from hisparse_jax.resolve import Resolution, beside_fetch, fetch, part_of, resolve, selection_parts, together
 from hisparse_jax.selection import Selection
 from hisparse_jax.workload import Locality
 from models.backbone import Backbone
@@ -62,6 +62,8 @@ class DsaOptions:
       prefetch: when followers' rows are fetched: as soon as their anchor has resolved ("exact"), or just before they
         are read ("off").
       fetch_programs: grid of a follower's fetch; the tuned one if None.
+      parts: in how many parts requests are selected and resolved, each beside the fetch of the one before; the tuned
+        number if None.
       workload: a synthetic process that chooses tokens instead of the indexer, which still runs; None for the real one.
       implementation: of the kernels.
     """
@@ -70,6 +72,7 @@ class DsaOptions:
     index_keys: RecordType
     prefetch: Prefetch = "exact"
     fetch_programs: int | None = None
+    parts: int | None = None
     workload: Locality | None = None
     implementation: Implementation = "auto"
 
@@ -142,14 +145,23 @@ class Group(nnx.Module):
     def _resolve(
         self, anchor: Layer, normed: Array, query_latent: Array, place: Array, cache: Cache, address: Address
     ) -> tuple[Resolution, Cache]:
-        """The anchor appends its index key, selects, and brings its missing rows in."""
+        """The anchor appends its index key, selects, and brings its missing rows in, part by part of the requests."""
         query, weight, key = anchor.indexer(normed, query_latent, place)
         cache = cache.replace(index=append_index_key(cache.index, cache, address.table, key))
-        ids = select_tokens(
-            cache.index, cache, address.table, query, weight, self.config.selected, scale=anchor.indexer.scale,
-            workload=self.options.workload, implementation=self.options.implementation,
-        )  # fmt: skip
-        return resolve(cache, address, ids, self.options.implementation)
+        active, parts, resolutions = cache.active, selection_parts(cache.layout, self.options.parts), []
+        busy = -(-cache.layout.request_slots // parts)
+        for number in range(parts):
+            part = part_of(cache, number, parts)
+            if resolutions:
+                weight = beside_fetch(cache.layout, resolutions[-1].selected, weight)
+            ids = select_tokens(
+                part.index, part, address.table, query, weight, self.config.selected, scale=anchor.indexer.scale,
+                workload=self.options.workload, busy=busy, implementation=self.options.implementation,
+            )  # fmt: skip
+            resolution, part = resolve(part, address, ids, self.options.implementation, busy=busy)
+            resolutions.append(resolution)
+            cache = part.replace(active=active)
+        return together(resolutions), cache
 
     def prefill(
         self, x: Array, prompt: Prompt, start: Array, first: Array, anchor: Array

@@ -22,7 +22,7 @@ from pallas_kernels.common import Implementation
 def open_path(
     path: Path, *, rule: QuestRule | None, dtype: DTypeLike = jnp.float32, records: Records = "plain",
     index_keys: Records | None = None, prefetch: Prefetch = "exact", fetch_programs: int | None = None,
-    implementation: Implementation = "auto",
+    parts: int | None = None, implementation: Implementation = "auto",
 ) -> Opened:  # fmt: skip
     """The model of a checkpoint, without its parameters.
 
@@ -30,7 +30,7 @@ def open_path(
       path: a GGUF file, or a folder with `config.json` and safetensors files; its tokenizer comes along if it has one.
       rule: how pages are selected, for the families that decode with Quest.
       dtype: type of parameters, arithmetic and plain records.
-      records, index_keys, prefetch, fetch_programs: of DSA families; see `models.registry.open_folder`.
+      records, index_keys, prefetch, fetch_programs, parts: of DSA families; see `models.registry.open_folder`.
       implementation: of the kernels.
     Raises:
       UserError: it is missing, not supported or not whole, or the settings don't go with its family.
@@ -39,7 +39,7 @@ def open_path(
         tokenizer = from_folder(path) if (path / TOKENIZER_FILE).is_file() else None
         return open_folder(
             path, rule=rule, dtype=dtype, records=records, index_keys=index_keys, prefetch=prefetch,
-            fetch_programs=fetch_programs, implementation=implementation, tokenizer=tokenizer,
+            fetch_programs=fetch_programs, parts=parts, implementation=implementation, tokenizer=tokenizer,
         )  # fmt: skip
     if not path.exists():
         raise UserError(f"{path} does not exist: give a GGUF file or a Hugging Face folder")

@@ -52,8 +52,7 @@ def read_config(folder: Path) -> GqaConfig | DsaConfig:
 def open_folder(
     folder: Path, *, rule: QuestRule | None = None, dtype: DTypeLike = jnp.float32, records: Records = "plain",
     index_keys: Records | None = None, prefetch: Prefetch = "exact", fetch_programs: int | None = None,
-    implementation: Implementation = "auto",
-    tokenizer: Tokenizer | None = None,
+    parts: int | None = None, implementation: Implementation = "auto", tokenizer: Tokenizer | None = None,
 ) -> Opened:  # fmt: skip
     """The model of a checkpoint folder, without its parameters.
 
@@ -63,7 +62,7 @@ def open_folder(
       dtype: type of parameters, arithmetic and plain records.
       records: how a DSA family stores records: as `dtype` ("plain"), or as named.
       index_keys: how it stores index keys; like records if not given.
-      prefetch, fetch_programs: see `models.dsa.DsaOptions`.
+      prefetch, fetch_programs, parts: see `models.dsa.DsaOptions`.
       implementation: of the kernels.
       tokenizer: passed on.
     Raises:
@@ -73,7 +72,7 @@ def open_folder(
     config, source = read_config(folder), SafetensorsFolder(folder)
     if isinstance(config, DsaConfig):
         record, keys = (_stored_type(name, dtype) for name in (records, index_keys or records))
-        options = DsaOptions(record, keys, prefetch, fetch_programs, implementation=implementation)
+        options = DsaOptions(record, keys, prefetch, fetch_programs, parts, implementation=implementation)
         return opened(
             config,
             lambda rngs: DsaDecoder(config, options, dtype=dtype, rngs=rngs),

@@ -34,7 +34,6 @@ _WAIT = (
 )
 _STORE = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
 _COMMIT = "cp.async.bulk.commit_group;"
-_STORES_READ = "cp.async.bulk.wait_group.read 0;"  # shared memory may be filled again
 _STORES_DONE = "cp.async.bulk.wait_group 0;"
 _INVALIDATE = "mbarrier.inval.shared::cta.b64 [$0];"
 
@@ -85,6 +84,7 @@ def copy_rows(
         return
     in_flight, size = held.shape[0] // lanes, 4 * held.shape[1]
     pieces, row_bytes = 4 * words // size, 4 * words
+    late = min(1, in_flight - 1)  # places between one that is being stored and the one that is filled again
     scalars = [jnp.asarray(s, jnp.int32) for s in (rows, source_offset)]
 
     @_emit((*[_REF] * 6, *[_SCALAR] * 2))
@@ -99,36 +99,44 @@ def copy_rows(
             base = llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(ref))
             return arith.addi(base, arith.muli(arith.addi(lane, _c(k * lanes)), _c(stride)))
 
-        slots = [(shared(held, k, size), shared(barriers, k, 8)) for k in range(in_flight)]
+        def row_and_offset(item: Any) -> tuple[Any, Any]:
+            return arith.divui(item, _c(pieces)), arith.muli(arith.remui(item, _c(pieces)), _c(size))
+
+        def fill(k: int, item: Any) -> None:
+            with mgpu.when(_compare("slt", item, items)):
+                m, offset = row_and_offset(item)
+                row = arith.addi(_load(source_row, m), source_offset.registers.item())
+                _ptx(_EXPECT, barrier[k], _c(size))
+                _ptx(_LOAD, place[k], _row_address(source, row, row_bytes, offset), _c(size), barrier[k])
+
+        def empty(k: int, item: Any, parity: Any) -> None:
+            with mgpu.when(_compare("slt", item, items)):
+                m, offset = row_and_offset(item)
+                _ptx(_WAIT, barrier[k], parity)
+                _ptx(_STORE, _row_address(target, _load(target_row, m), row_bytes, offset), place[k], _c(size))
+                _ptx(_COMMIT)
+
+        place = [shared(held, k, size) for k in range(in_flight)]
+        barrier = [shared(barriers, k, 8) for k in range(in_flight)]
         with mgpu.when(_compare("slt", lane, _c(lanes))):
-            for _, barrier in slots:
-                _ptx(_INIT, barrier)
+            for k in range(in_flight):
+                _ptx(_INIT, barrier[k])
             _ptx(_INIT_SEEN)
-            step = lanes * in_flight
-            loop = scf.ForOp(lane, items, _c(step), [_c(0)])
+            for k in range(in_flight - late):
+                fill(k, arith.addi(lane, _c(k * lanes)))
+            loop = scf.ForOp(lane, items, _c(lanes * in_flight), [_c(0)])
             with ir.InsertionPoint(loop.body):
                 (parity,) = loop.inner_iter_args
-                under_way = []
-                for k, (slot, barrier) in enumerate(slots):
-                    item = arith.addi(loop.induction_variable, _c(k * lanes))
-                    there, offset = _compare("slt", item, items), arith.muli(arith.remui(item, _c(pieces)), _c(size))
-                    m = arith.divui(arith.minsi(item, arith.subi(items, _c(1))), _c(pieces))
-                    from_row = arith.addi(_load(source_row, m), source_offset.registers.item())
-                    with mgpu.when(there):
-                        _ptx(_EXPECT, barrier, _c(size))
-                        _ptx(_LOAD, slot, _row_address(source, from_row, row_bytes, offset), _c(size), barrier)
-                    to_address = _row_address(target, _load(target_row, m), row_bytes, offset)
-                    under_way.append((there, slot, barrier, to_address))
-                for there, slot, barrier, to_address in under_way:
-                    with mgpu.when(there):
-                        _ptx(_WAIT, barrier, parity)
-                        _ptx(_STORE, to_address, slot, _c(size))
-                        _ptx(_COMMIT)
-                _ptx(_STORES_READ)
+                first = loop.induction_variable
+                for k in range(in_flight):
+                    empty(k, arith.addi(first, _c(k * lanes)), parity)
+                    _ptx(f"cp.async.bulk.wait_group.read {late};")  # all stores but so many have read their places
+                    again = k - late + in_flight
+                    fill(again % in_flight, arith.addi(first, _c(again * lanes)))
                 scf.yield_([arith.xori(parity, _c(1))])
             _ptx(_STORES_DONE)
-            for _, barrier in slots:
-                _ptx(_INVALIDATE, barrier)
+            for k in range(in_flight):
+                _ptx(_INVALIDATE, barrier[k])
 
     emit(source, target, source_row, target_row, held, barriers, *scalars)
 

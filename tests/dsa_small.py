@@ -34,10 +34,12 @@ PROMPTS = tuple(tuple(np.random.default_rng(n).integers(0, CONFIG.vocab, n).toli
 
 
 @cache
-def model(record: str = "float32", prefetch: Prefetch = "exact", **changes) -> tuple[Functional, list[Array]]:
+def model(
+    record: str = "float32", prefetch: Prefetch = "exact", parts: int | None = None, **changes
+) -> tuple[Functional, list[Array]]:
     """The decoder and its parameters, which are the same for all options."""
     config = replace(CONFIG, **changes)
-    module = DsaDecoder(config, DsaOptions(record, record, prefetch), rngs=nnx.Rngs(0))
+    module = DsaDecoder(config, DsaOptions(record, record, prefetch, parts=parts), rngs=nnx.Rngs(0))
     return Functional(module), Functional.parameters(module)
 
 

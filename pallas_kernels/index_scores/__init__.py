@@ -42,10 +42,10 @@ def quest_scores(
     return reference.quest_scores(query, key_min, key_max, layer)
 
 
-@shared("scale", "implementation")
+@shared("scale", "busy", "implementation")
 def dsa_scores(
     query: Array, weight: Array, keys: Array, key_scale: Array | None, layer: Array | int, *, scale: float,
-    length: Array | None = None, implementation: Implementation = "auto",
+    length: Array | None = None, busy: int | None = None, implementation: Implementation = "auto",
 ) -> Array:  # fmt: skip
     """Scores of the lightning indexer (DeepSeek-V3.2 report, equation 1).
 
@@ -59,6 +59,7 @@ def dsa_scores(
       layer: int32 scalar.
       scale: positive factor of the products.
       length: int32 `[R]`, how many keys of each request count, so that the others needn't be read; None: all.
+      busy: about how many requests have a length, for the launch; all of them if None.
       implementation: "auto", "xla" or "mosaic_gpu".
     Returns:
       float32 `[R, S]`; keys past a request's length give values that mean nothing.
@@ -77,7 +78,7 @@ def dsa_scores(
         check("dsa_scores", "length", length, (requests,), jnp.int32)
     layer = jnp.asarray(layer, jnp.int32)
     if choose(implementation, "dsa_scores", mosaic_gpu.dsa_unsupported(query, keys)) == "mosaic_gpu":
-        return mosaic_gpu.dsa_scores(query, weight, keys, key_scale, layer, scale=scale, length=length)
+        return mosaic_gpu.dsa_scores(query, weight, keys, key_scale, layer, scale=scale, length=length, busy=busy)
     return dsa.dsa_scores(query, weight, keys, key_scale, layer, scale=scale)
 
 

@@ -82,7 +82,7 @@ def _unsupported(channels: int, records: int) -> str | None:
 
 def dsa_scores(
     query: Array, weight: Array, keys: Array, key_scale: Array | None, layer: Array, *, scale: float,
-    length: Array | None = None, how: Tuning | None = None,
+    length: Array | None = None, busy: int | None = None, how: Tuning | None = None,
 ) -> Array:  # fmt: skip
     """See `pallas_kernels.index_scores.dsa_scores`."""
     rows, heads, channels = query.shape
@@ -95,7 +95,7 @@ def dsa_scores(
         weight = jnp.ldexp(weight, shift)
     else:
         query = query.astype(keys.dtype)
-    how = how or tuning(rows, records, channels * keys.dtype.itemsize + 4 * fp8)
+    how = how or tuning(busy or rows, records, channels * keys.dtype.itemsize + 4 * fp8)
     if length is None:
         length = jnp.full(rows, records, jnp.int32)
 

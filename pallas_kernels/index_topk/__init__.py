@@ -12,8 +12,10 @@ from pallas_kernels.index_topk import mosaic_gpu, reference
 __all__ = ["index_topk"]
 
 
-@shared("k", "implementation")
-def index_topk(scores: Array, length: Array, k: int, *, implementation: Implementation = "auto") -> Array:
+@shared("k", "busy", "implementation")
+def index_topk(
+    scores: Array, length: Array, k: int, *, busy: int | None = None, implementation: Implementation = "auto"
+) -> Array:
     """The ids of the k largest scores of each row, ascending, padded with -1.
 
     Exact; equal scores go to the lower id, and -0.0 equals +0.0. A row shorter than k gives all its ids.
@@ -22,6 +24,7 @@ def index_topk(scores: Array, length: Array, k: int, *, implementation: Implemen
       scores: float32 `[R, S]`, no NaN among the first `length` of a row.
       length: int32 `[R]`, how many scores of each row count.
       k: how many to choose, at least 1.
+      busy: about how many rows have a length, for the launch; all of them if None.
       implementation: "auto", "xla" or "mosaic_gpu".
     Returns:
       int32 `[R, k]`.
@@ -34,5 +37,5 @@ def index_topk(scores: Array, length: Array, k: int, *, implementation: Implemen
         raise ValueError(f"index_topk: k must be at least 1, got {k}")
     reason = mosaic_gpu.unsupported(scores.shape[1])
     if choose(implementation, "index_topk", reason) == "mosaic_gpu":
-        return mosaic_gpu.index_topk(scores, length, k)
+        return mosaic_gpu.index_topk(scores, length, k, busy=busy)
     return reference.index_topk(scores, length, k)

@@ -41,10 +41,10 @@ def unsupported(context: int) -> str | None:
     return None
 
 
-def index_topk(scores: Array, length: Array, k: int, *, how: Tuning | None = None) -> Array:
+def index_topk(scores: Array, length: Array, k: int, *, busy: int | None = None, how: Tuning | None = None) -> Array:
     """See `pallas_kernels.index_topk.index_topk`."""
     rows, context = scores.shape
-    how = how or tuning(rows, context)
+    how = how or tuning(busy or rows, context)
     programs, threads = how.programs, how.threads
     share_size = share_of(context, programs)
     words = share_size // 32

@@ -53,11 +53,12 @@ def resolve(
     return reference.resolve(*args, ring_slots=ring_slots, page_records=page_records, order=order)
 
 
-@shared("rows_per_space", "ring_slots", "page_records", "order", "implementation")
+@shared("rows_per_space", "ring_slots", "page_records", "busy", "order", "implementation")
 def resolve_and_fetch(
     pool: Array, hot_rows: Array, selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array,
     base: Array, table: Array | int, space: Array | int, group: Array | int, *, rows_per_space: int, ring_slots: int,
-    page_records: int, order: reference.Order = reference.hit_first_lru, implementation: Implementation = "auto",
+    page_records: int, busy: int | None = None, order: reference.Order = reference.hit_first_lru,
+    implementation: Implementation = "auto",
 ) -> tuple[Resolved, Array]:  # fmt: skip
     """Resolve, and the fetch of its plan, in one kernel where there is one.
 
@@ -66,7 +67,8 @@ def resolve_and_fetch(
     return resolved, fetch(pool, hot_rows, resolved.plan, base, space, group, rows_per_space=rows_per_space)
     ```
 
-    Args, shapes and errors: see `resolve` and `pallas_kernels.fetch.fetch`.
+    Args, shapes and errors: see `resolve` and `pallas_kernels.fetch.fetch`; `busy` is about how many requests have a
+    length, for the launch; all of them if None.
     Returns:
       What resolve gives, and the new `hot_rows`.
     """
@@ -82,8 +84,9 @@ def resolve_and_fetch(
     if chosen == "mosaic_gpu":
         rows = (pool, hot_rows, base, space, group)
         return mosaic_gpu.resolve(
-            *args, ring_slots=ring_slots, page_records=page_records, rows=rows, rows_per_space=rows_per_space
-        )
+            *args, ring_slots=ring_slots, page_records=page_records, rows=rows, rows_per_space=rows_per_space,
+            busy=busy,
+        )  # fmt: skip
     resolved = reference.resolve(*args, ring_slots=ring_slots, page_records=page_records, order=order)
     return resolved, fetch_reference.fetch(
         pool, hot_rows, resolved.plan, base, space, group, rows_per_space=rows_per_space

@@ -52,7 +52,7 @@ def unsupported(selected: int, hot_slots: int, context: int, words: int = 0) -> 
 def resolve(
     selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, table: Array, *,
     ring_slots: int, page_records: int, rows: tuple[Array, ...] | None = None, rows_per_space: int = 0,
-    how: Tuning | None = None,
+    busy: int | None = None, how: Tuning | None = None,
 ) -> tuple[Resolved, Any]:  # fmt: skip
     """See `pallas_kernels.resolve.resolve` and `resolve_and_fetch`.
 
@@ -63,7 +63,7 @@ def resolve(
     """
     (requests, width), (_, _, hot_slots) = selected.shape, slot_ids.shape
     context = page_table.shape[1] * page_records
-    how = how or tuning(requests, 4 * rows[0].shape[1] * rows_per_space if rows else 0)
+    how = how or tuning(busy or requests, 4 * rows[0].shape[1] * rows_per_space if rows else 0)
     how = how if rows else how._replace(buckets=0)
     programs, threads = how.programs, how.threads
     by_bitmap = shared_bytes(width, hot_slots, context, bitmap=True) <= SHARED_BYTES

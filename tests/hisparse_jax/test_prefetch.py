@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hisparse_jax.cache.state import create
 from hisparse_jax.prefetch import Fetch, followers_issued, schedule
-from hisparse_jax.resolve import beside_fetch
+from hisparse_jax.resolve import beside_fetch, part_of, selection_parts
 from models.sizes import PUBLISHED
 from tests import dsa_small as small
 
@@ -60,3 +61,31 @@ def test_what_waits_for_the_selection_keeps_its_bits(residency, dtype):
     compiled = lowered.compile()
     assert np.asarray(compiled(selected, value)).tobytes() == np.asarray(value).tobytes()
     assert (" select(" in compiled.as_text()) == (residency == "hisparse")
+
+
+def test_parts():
+    """Two where it was measured to pay, one where nothing is fetched, never more than there are slots."""
+    model, _ = small.model()
+
+    def chosen(requests, tokens, residency="hisparse", wanted=None):
+        return selection_parts(
+            small.layout(model, residency, 6, requests, context_tokens=tokens, host_pages=tokens // 8), wanted
+        )
+
+    assert [chosen(*sizes) for sizes in [(15, 1 << 17), (16, 1 << 15), (16, (1 << 15) - 8), (43, 1 << 15)]] == [
+        1,
+        2,
+        1,
+        2,
+    ]
+    assert [chosen(43, 1 << 15, residency, 3) for residency in ("full", "no_io", "hisparse")] == [1, 1, 3]
+    assert chosen(2, 64, wanted=5) == 2
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_each_active_request_is_in_one_part(parts):
+    model, _ = small.model()
+    cache = create(small.layout(model, "hisparse", 6))
+    cache = cache.replace(active=jnp.asarray([True, False, True]))
+    shares = np.stack([part_of(cache, number, parts).active for number in range(parts)])
+    assert shares.sum(0).tolist() == [1, 0, 1]

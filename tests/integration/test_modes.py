@@ -33,10 +33,10 @@ MODES = {mode: how for mode, how in simulated.MODES.items() if mode != "no_io"} 
 REQUESTS, CONTEXT, STEPS, CHUNKS = 3, 2048, 4, 3
 
 
-def run(config, mode: str, dtype):
+def run(config, mode: str, dtype, parts: int | None = None):
     """Logits and counters of a few chunks; the compiled chunk; addresses of the state before and after."""
     residency, prefetch = MODES[mode]
-    options = DsaOptions("bfloat16", "fp8", prefetch=prefetch, workload=FITTED)
+    options = DsaOptions("bfloat16", "fp8", prefetch=prefetch, parts=parts, workload=FITTED)
     module = DsaDecoder(config, options, dtype=dtype, rngs=nnx.Rngs(0))
     model, params = Functional(module), Functional.parameters(module)
     layout = Layout(
@@ -60,11 +60,11 @@ def run(config, mode: str, dtype):
 
 
 def check_modes(config, dtype) -> None:
-    """The same bits in full residency, with fetches just before their attention, and ahead of it."""
+    """The same bits in full residency, with fetches just before their attention, ahead of it, and in parts."""
     want, *_ = run(config, "full", dtype)
-    for mode in ("sync", "prefetch"):
-        got, outs, *_ = run(config, mode, dtype)
-        assert got.tobytes() == want.tobytes(), mode
+    for mode, parts in (("sync", 1), ("prefetch", 1), ("sync", 2), ("prefetch", 3)):
+        got, outs, *_ = run(config, mode, dtype, parts)
+        assert got.tobytes() == want.tobytes(), (mode, parts)
         counters = np.concatenate([out.counters for out in outs])
         assert (counters[0, ..., 2] > 64).all(), "the first step finds nothing but what is in the ring"
         assert (counters[1:, ..., 2].sum(axis=(0, 2)) > 0).all(), "every table missed later too"

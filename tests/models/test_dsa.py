@@ -59,6 +59,19 @@ def test_prefetch_changes_no_bit(full):
     assert same_bits(full, late) and np.array_equal(full.selected, late.selected)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 64])
+def test_parts_change_no_bit(parts, full):
+    """Whatever the requests are resolved with: the same tables, counters and places, so the same of everything."""
+    (whole, params), (split, _) = small.model(), small.model(parts=parts)
+    sizes = small.layout(whole, "hisparse", K + 1)
+    want, got = (small.run(one, params, sizes, prefilled_by=whole) for one in (whole, split))
+    assert same_bits(full, got)
+    assert np.array_equal(want.counters, got.counters) and np.array_equal(want.selected, got.selected)
+    for name in ("slot_ids", "recency", "hot_rows", "pool"):
+        for one, other in zip(*(jax.tree.leaves(getattr(run.cache, name)) for run in (want, got)), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), name
+
+
 @pytest.mark.parametrize("residency", ["full", "hisparse", "no_io"])
 def test_an_anchors_query_waits_for_what_it_selects(residency):
     """In every program its latent is cut off by a barrier; where rows are fetched, behind the selection."""
