@@ -59,7 +59,7 @@ def records(requests: list[int], pool: int, launches: list[Tuning], preset: str)
     for record in done:
         if record["mode"] == "prefetch":
             same = {other["mode"]: other for other in done if other["requests"] == record["requests"]}
-            record |= ratios(same | {"prefetch": record}, followers)
+            record.update(ratios(same | {"prefetch": record}, followers) | record)
     return done
 
 
