@@ -52,7 +52,7 @@ def attend_pages(
 
 def attend_latents(
     cache: Cache, address: Address, resolution: Resolution, query: Array, *, row: RowFormat, scale: float,
-    implementation: Implementation = "auto",
+    out_dtype: DTypeLike, implementation: Implementation = "auto",
 ) -> Array:  # fmt: skip
     """Attention of all heads over the selected latents.
 
@@ -63,13 +63,14 @@ def attend_latents(
       query: `[R, N, latent + rope]`, absorbed and rotated.
       row: how a record is stored.
       scale: factor of the logits.
+      out_dtype: of the result; sums are float32.
       implementation: of the kernel.
     Returns:
-      float32 `[R, N, latent]`.
+      `[R, N, latent]` of `out_dtype`.
     """
     with jax.named_scope("attention"):
         out, _ = sparse_mla(
             query, cache.hot_rows[address.position], address.group, resolution.place, row=row, scale=scale,
-            implementation=implementation,
+            out_dtype=out_dtype, implementation=implementation,
         )  # fmt: skip
     return out

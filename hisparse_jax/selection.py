@@ -152,10 +152,12 @@ def _shared(
     others = jnp.maximum(cache.length - rule.recent_pages, 0)
     wanted = rule.budget_pages - rule.recent_pages
     best = index_topk(scores, others, wanted, implementation=implementation)
-    newest = others[:, None] + jnp.arange(rule.recent_pages)[None]
+    # The best come ascending, and the newest after them.
+    found, at = jnp.minimum(others, wanted)[:, None], jnp.arange(rule.budget_pages)[None]
+    newest = others[:, None] + at - found
     newest = jnp.where(newest < cache.length[:, None], newest, -1)
-    ids = jnp.concatenate([best, newest], axis=1)
-    return Selection(_ascending(ids), None)
+    ids = jnp.where(at < found, jnp.pad(best, ((0, 0), (0, rule.recent_pages))), newest)
+    return Selection(ids, None)
 
 
 def _per_query_head(

@@ -107,12 +107,11 @@ class LatentAttention(nnx.Module):
             query = jnp.concatenate([absorbed.astype(rope.dtype), rope], axis=-1)
         latent = attend_latents(
             cache, address, resolution, query, row=self.row, scale=self.config.softmax_scale,
-            implementation=self.implementation,
+            out_dtype=self.value_up[...].dtype, implementation=self.implementation,
         )  # fmt: skip
         with jax.named_scope("project"):
-            dtype = self.value_up[...].dtype
-            value = self._einsum("rnc,nvc->rnv", latent.astype(dtype), self.value_up[...])
-            return self.out(value.reshape(len(value), -1).astype(dtype))
+            value = self._einsum("rnc,nvc->rnv", latent, self.value_up[...])
+            return self.out(value.reshape(len(value), -1).astype(latent.dtype))
 
     def attend_in_prompt(
         self, stored: Array, layer: Array | int, start: Array, selected: Array, query_latent: Array

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.indexed import interpreting
 
@@ -158,14 +159,15 @@ def log_sum_exp(top: Array, total: Array) -> Array:
     return jnp.where(some, top * math.log(2) + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
 
 
-def merge(outs: Array, sums: Array) -> tuple[Array, Array]:
+def merge(outs: Array, sums: Array, dtype: DTypeLike = jnp.float32) -> tuple[Array, Array]:
     """Means and log-sum-exps of parts, float32 `[parts, ..., C]` and `[parts, ...]`, as those of the whole.
 
     Parts are added in their order, so the result is the same to the last bit whatever program this is compiled into.
+    The mean is rounded to `dtype` inside the barrier: outside, that would be a kernel of its own.
     """
     parts = sums.shape[0]
     if parts == 1:
-        return outs[0], sums[0]
+        return outs[0].astype(dtype), sums[0]
     outs, sums = lax.optimization_barrier((outs, sums))
     top = jnp.max(sums, axis=0)
     top = jnp.where(jnp.isfinite(top), top, 0)
@@ -173,5 +175,5 @@ def merge(outs: Array, sums: Array) -> tuple[Array, Array]:
     total, out = weights[0], weights[0, ..., None] * outs[0]
     for i in range(1, parts):
         total, out = total + weights[i], out + weights[i, ..., None] * outs[i]
-    out = out / jnp.where(total > 0, total, 1)[..., None]
+    out = (out / jnp.where(total > 0, total, 1)[..., None]).astype(dtype)
     return lax.optimization_barrier((out, jnp.log(total) + top))

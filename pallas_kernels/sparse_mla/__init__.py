@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from pallas_kernels.common import Implementation, check, choose, shared
 from pallas_kernels.row_format import RecordType, RowFormat
@@ -15,10 +16,10 @@ from pallas_kernels.sparse_mla.reference import entry_bytes, read_entries, read_
 __all__ = ["RowFormat", "entry_bytes", "read_entries", "read_rows", "sparse_entries", "sparse_mla"]
 
 
-@shared("row", "scale", "implementation")
+@shared("row", "scale", "out_dtype", "implementation")
 def sparse_mla(
     query: Array, hot_rows: Array, group: Array | int, place: Array, *, row: RowFormat, scale: float,
-    implementation: Implementation = "auto",
+    out_dtype: DTypeLike = jnp.float32, implementation: Implementation = "auto",
 ) -> tuple[Array, Array]:  # fmt: skip
     """Softmax attention of every head over the same selected records, read where they lie.
 
@@ -32,10 +33,11 @@ def sparse_mla(
       place: int32 `[R, K]`, slot of each selected record in `hot_rows`, or -1.
       row: how a record is stored; products are of `row.dtype`, sums are float32.
       scale: factor of the logits.
+      out_dtype: that the float32 result is rounded to.
       implementation: "auto", "xla" or "mosaic_gpu". The kernel has bfloat16 and fp8 records of 512 + 64 numbers.
     Returns:
-      float32 `[R, N, latent]`, zero where nothing is attended, and the log-sum-exp of the logits, float32 `[R, N]`,
-      -inf there.
+      `[R, N, latent]` of `out_dtype`, zero where nothing is attended, and the log-sum-exp of the logits, float32
+      `[R, N]`, -inf there.
     Raises:
       ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
     """
@@ -44,7 +46,9 @@ def sparse_mla(
     check("sparse_mla", "place", place, (query.shape[0], None), jnp.int32)
     reason = mosaic_gpu.unsupported(query, place, row)
     run = mosaic_gpu if choose(implementation, "sparse_mla", reason) == "mosaic_gpu" else reference
-    return run.sparse_mla(query, hot_rows, jnp.asarray(group, jnp.int32), place, row=row, scale=scale)
+    return run.sparse_mla(
+        query, hot_rows, jnp.asarray(group, jnp.int32), place, row=row, scale=scale, out_dtype=out_dtype
+    )
 
 
 @shared("record", "scale", "implementation")

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import indexed, online_softmax, tiles
 from pallas_kernels.online_softmax import HEADS, TOKENS
@@ -82,13 +83,13 @@ class Rows(NamedTuple):
 
 def sparse_mla(
     query: Array, hot_rows: Array, group: Array, place: Array, *, row: RowFormat, scale: float,
-    how: Tuning | None = None,
+    out_dtype: DTypeLike = jnp.float32, how: Tuning | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.sparse_mla.sparse_mla`. `how.split` must cover all places."""
     requests, heads, _ = query.shape
     how = how or tuning(requests, heads, place.shape[1])
     rows = [Rows(hot_rows, group, place)]
-    return _attend(query, rows, None, latent=row.latent, record=row.record, scale=scale, how=how)
+    return _attend(query, rows, None, latent=row.latent, record=row.record, scale=scale, out_dtype=out_dtype, how=how)
 
 
 def sparse_entries(
@@ -104,7 +105,7 @@ def sparse_entries(
 
 def _attend(
     query: Array, rows: Sequence[Rows], sink: Array | None, *, latent: int, record: RecordType, scale: float,
-    how: Tuning,
+    out_dtype: DTypeLike = jnp.float32, how: Tuning,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Softmax attention over all rows, one after the other; records are `[latent | rest]` as wide as the query."""
     requests, heads, width = query.shape
@@ -302,4 +303,5 @@ def _attend(
     if sink is not None:
         sinks = sink.reshape(head_programs, own_heads)
         arrays.append(jnp.pad(sinks, ((0, 0), (0, HEADS - own_heads)), constant_values=-jnp.inf))
-    return online_softmax.merge(*run(query, *arrays))
+    outs, sums = run(query, *arrays)
+    return online_softmax.merge(outs, sums, out_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.row_format import RecordType, RowFormat
 from pallas_kernels.words import from_words
@@ -54,14 +55,16 @@ def read_entries(words: Array, width: int, record: RecordType) -> Array:
 
 
 def sparse_mla(
-    query: Array, hot_rows: Array, group: Array, place: Array, *, row: RowFormat, scale: float
-) -> tuple[Array, Array]:
+    query: Array, hot_rows: Array, group: Array, place: Array, *, row: RowFormat, scale: float,
+    out_dtype: DTypeLike = jnp.float32,
+) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.sparse_mla.sparse_mla`."""
     # The barriers make the program on either side the same whatever the shape of the hot rows, so that two
     # residencies agree to the last bit.
     hot_rows, query = lax.optimization_barrier((hot_rows, query))
     rows = lax.optimization_barrier(_rows_at(hot_rows, group, place))
-    return _attend(query, read_rows(rows, row), place >= 0, None, latent=row.latent, scale=scale)
+    out, total = _attend(query, read_rows(rows, row), place >= 0, None, latent=row.latent, scale=scale)
+    return out.astype(out_dtype), total
 
 
 def sparse_entries(

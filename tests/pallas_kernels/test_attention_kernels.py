@@ -130,6 +130,8 @@ def test_merge_of_parts_where_nothing_was_attended():
     out, total = online_softmax.merge(outs, sums)
     assert jnp.array_equal(out, jnp.asarray([[2.0, 3.0], [0.0, 0.0]]))
     assert abs(float(total[0]) - (0.5 + 0.6931472)) < 1e-6 and float(total[1]) == -inf
+    rounded, _ = online_softmax.merge(outs * 1.001, sums, jnp.bfloat16)
+    assert jnp.array_equal(rounded, online_softmax.merge(outs * 1.001, sums)[0].astype(jnp.bfloat16))
 
 
 def test_auto_takes_the_kernels():

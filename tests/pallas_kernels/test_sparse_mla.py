@@ -55,6 +55,13 @@ def test_against_float64(record):
     assert not np.asarray(out[2]).any()
 
 
+def test_a_result_of_another_type_is_the_rounded_one():
+    row, words, query, place = inputs("bfloat16")
+    args = query, jnp.asarray(words), 1, jnp.asarray(place)
+    (want, lse), (got, same) = (sparse_mla(*args, row=row, scale=SCALE, out_dtype=t) for t in ("float32", "bfloat16"))
+    assert got.dtype == jnp.bfloat16 and np.array_equal(got, want.astype(jnp.bfloat16)) and np.array_equal(lse, same)
+
+
 @pytest.mark.parametrize("record", ["float32", "bfloat16", "fp8"])
 def test_poison_where_nothing_is_selected_changes_nothing(record):
     row, words, query, place = inputs(record)
