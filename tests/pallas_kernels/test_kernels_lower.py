@@ -30,7 +30,10 @@ from pallas_kernels.resolve.tuning import Tuning
 from pallas_kernels.resolve.tuning import tuning as resolve_tuning
 from tests.pallas_kernels.kernel_cases import DEVICES, HOST, abstract_gpu, lower_for_cuda
 
-TUNED = {"resolve": Tuning, "fetch": FetchTuning, "fetch_beside": FetchTuning, "backup": BackupTuning}
+TUNED = {
+    "resolve": Tuning, "fetch": FetchTuning, "fetch_beside": FetchTuning, "backup": BackupTuning,
+    "selection_parts": dict,
+}  # fmt: skip
 TAKE_THE_POOL = ("func.func ", "call @", "return ", "custom_call @annotate_device_placement", "custom_call @mosaic_gpu")
 
 
