@@ -11,6 +11,7 @@ benchmarks/results/parts_*.jsonl; what is best goes into `selection_parts` of `p
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import common
@@ -22,7 +23,7 @@ from hisparse_jax.throughput import lower_point
 COLUMNS = ("context", "requests", "mode", "parts", "step_ms", "of_no_io", "same_tokens")
 
 
-def records(preset: str, context: int, requests: list[int], parts: list[int]) -> list[dict[str, Any]]:
+def records(preset: str, context: int, requests: list[int], parts: list[int]) -> Iterator[dict[str, Any]]:
     """The step time of every number of parts at every concurrency."""
 
     def share_of(count: int) -> Share:
@@ -39,14 +40,14 @@ def records(preset: str, context: int, requests: list[int], parts: list[int]) ->
         for number, split in shares.items():
             point = Point(context, count, fetching)
             variants.append(Variant({"parts": number}, split, point, lower_point(split, point, params)))
-    done = times(variants, params)
-    for record in done:
-        same = [other for other in done if other["requests"] == record["requests"]]
-        record |= {"preset": preset, "context": context}
-        if "parts" in record:
-            record["of_no_io"] = same[0]["step_ms"] / record["step_ms"]
-            record["same_tokens"] = record["tokens"] == same[1]["tokens"]
-    return done
+    for record in times(variants, params):
+        if "parts" not in record:
+            no_io, first = record, None
+        else:
+            first = first or record
+            record["of_no_io"] = no_io["step_ms"] / record["step_ms"]
+            record["same_tokens"] = record["tokens"] == first["tokens"]
+        yield record
 
 
 def main() -> None:
@@ -57,10 +58,11 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()
-    environment = common.environment()
-    done = [r | environment for r in records(options.preset, options.context, options.requests, options.parts)]
+    environment, done = common.environment(), []
     device = environment["device"].lower().replace(" ", "_")
-    common.write_records(f"{options.out}/parts_{device}_{options.preset}_{options.context // 1024}k.jsonl", done)
+    for record in records(options.preset, options.context, options.requests, options.parts):
+        done.append(record | {"preset": options.preset} | environment)
+        common.write_records(f"{options.out}/parts_{device}_{options.preset}_{options.context // 1024}k.jsonl", done)
     common.print_table(done, COLUMNS)
 
 

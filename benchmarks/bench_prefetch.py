@@ -5,14 +5,16 @@ A fetch takes multiprocessors from the matmuls beside it; with too few of them, 
 Which launch hides most is measured here, at every concurrency beside the step without IO and the one that fetches just
 before each attention, in the same run.
 
-`python -m benchmarks.bench_prefetch [--requests 8 16 32] [--launches 2,8,8 ...]` (programs, warpgroups, loads in
-flight and, if given, buckets for address order and lanes of the bulk copy engine) writes
-benchmarks/results/prefetch_*.jsonl; the best goes into `fetch_beside` of `pallas_kernels/tuned`.
+`python -m benchmarks.bench_prefetch [--requests 8 16 32] [--pool 43] [--launches 2,8,8 ...]` (programs, warpgroups,
+loads in flight and, if given, buckets for address order and lanes of the bulk copy engine; a host pool for at least so
+many requests) writes benchmarks/results/prefetch_*.jsonl; the best goes into `fetch_beside` of `pallas_kernels/tuned`.
+Requests are resolved in one part, whatever `selection_parts` says.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,13 +33,13 @@ CONTEXT = 32768
 COLUMNS = ("requests", "mode", "how", "step_ms", "hidden_share", "of_no_io", "same_tokens")
 
 
-def records(requests: list[int], pool: int, launches: list[Tuning], preset: str) -> list[dict[str, Any]]:
-    """The step time of every launch at every concurrency, with a host pool for `pool` requests or for all of them."""
+def records(requests: list[int], pool: int, launches: list[Tuning], preset: str) -> Iterator[dict[str, Any]]:
+    """The step time of every launch at every concurrency, with a host pool for at least `pool` requests."""
     settings = (
         f"contexts=[{CONTEXT}]", f"concurrency={[*requests, pool]}", "modes=[no_io, sync, prefetch]", "layers=4",
         "cold_concurrency=[]",
     )  # fmt: skip
-    share = Share(load(preset, [f"synthetic.{setting}" for setting in settings]))
+    share = Share(load(preset, ["decode.parts=1", *(f"synthetic.{setting}" for setting in settings)]))
     followers = 1 - len(share.shape.group_sizes) / share.shape.layers
     params, variants = share.parameters(), []
     table = kernels._tuned_table(jax.devices()[0].device_kind)["fetch_beside"]
@@ -47,7 +49,7 @@ def records(requests: list[int], pool: int, launches: list[Tuning], preset: str)
             table["choices"] = [{"span_bytes_at_most": 1 << 62, "how": how._asdict()}]
         jax.clear_caches()  # the launch is no argument of what is traced
         point = Point(CONTEXT, count, mode)
-        label = {} if how is None else {"how": how._asdict()}
+        label = {"pool_requests": max(*requests, pool)} | ({} if how is None else {"how": how._asdict()})
         variants.append(Variant(label, share, point, lower_point(share, point, params)))
 
     for count in requests:
@@ -55,12 +57,15 @@ def records(requests: list[int], pool: int, launches: list[Tuning], preset: str)
         add(count, "sync")
         for how in launches:
             add(count, "prefetch", how)
-    done = times(variants, params)
-    for record in done:
-        if record["mode"] == "prefetch":
-            same = {other["mode"]: other for other in done if other["requests"] == record["requests"]}
-            record.update(ratios(same | {"prefetch": record}, followers) | record)
-    return done
+    without: dict[tuple[int, Mode], dict[str, Any]] = {}
+    for record in times(variants, params):
+        count, mode = record["requests"], record["mode"]
+        if mode == "prefetch":
+            beside = {other: without[count, other] for other in ("no_io", "sync")}
+            record = ratios(beside | {"prefetch": record}, followers) | record
+        else:
+            without[count, mode] = record
+        yield record
 
 
 def main() -> None:
@@ -72,10 +77,11 @@ def main() -> None:
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()
     launches = [Tuning(*map(int, launch.split(","))) for launch in options.launches]
-    environment = common.environment()
-    done = [record | environment for record in records(options.requests, options.pool, launches, options.preset)]
+    environment, done = common.environment(), []
     device = environment["device"].lower().replace(" ", "_")
-    common.write_records(f"{options.out}/prefetch_{device}.jsonl", done)
+    for record in records(options.requests, options.pool, launches, options.preset):
+        done.append(record | {"preset": options.preset} | environment)
+        common.write_records(f"{options.out}/prefetch_{device}.jsonl", done)
     common.print_table(done, COLUMNS)
 
 

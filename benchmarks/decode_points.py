@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax import Array
 
 from hisparse_jax.simulated import Point, Share
-from hisparse_jax.throughput import LoweredPoint, Pool, Programs, time_point
+from hisparse_jax.throughput import LoweredPoint, Pool, compile_all, compilers, time_point
 
 KEPT = ("step_ms", "step_ms_samples", "miss_rate", "tokens")
 
@@ -31,17 +32,11 @@ class Variant(NamedTuple):
     lowered: LoweredPoint
 
 
-def times(variants: list[Variant], params: list[Array]) -> list[dict[str, Any]]:
-    """Label, requests, mode and `KEPT` of every variant; the first of a concurrency is compiled before the others."""
-    first: dict[int, Future[Programs]] = {}
-    compiled = []
-    with ThreadPoolExecutor(8) as compilers:
-        for variant in variants:
-            compiled.append(compilers.submit(variant.lowered.compile, first.get(variant.point.requests)))
-            first.setdefault(variant.point.requests, compiled[-1])
-    pool, records = Pool(), []
+def times(variants: list[Variant], params: list[Array]) -> Iterator[dict[str, Any]]:
+    """Context, requests, mode, label and `KEPT` of every variant, as it is timed; all are compiled before the first."""
+    with compilers() as threads:
+        compiled = list(compile_all(((variant.point.requests, variant.lowered) for variant in variants), threads))
+    pool = Pool()
     for variant, programs in zip(variants, compiled, strict=True):
         record = time_point(variant.share, variant.point, programs.result(), params, pool, Path())
-        who = {"requests": variant.point.requests, "mode": variant.point.mode}
-        records.append(who | variant.label | {name: record[name] for name in KEPT})
-    return records
+        yield dataclasses.asdict(variant.point) | variant.label | {name: record[name] for name in KEPT}

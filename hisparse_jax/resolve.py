@@ -17,7 +17,7 @@ from hisparse_jax.cache.layout import Address, Layout
 from hisparse_jax.cache.state import Cache
 from pallas_kernels import fetch as fetch_kernel
 from pallas_kernels import resolve as resolve_kernel
-from pallas_kernels.common import Implementation, tuned
+from pallas_kernels.common import Implementation, choose, tuned
 from pallas_kernels.resolve import Plan
 
 
@@ -38,7 +38,7 @@ class Resolution(NamedTuple):
 def resolve(
     cache: Cache, address: Address, selected: Array, implementation: Implementation = "auto", *, busy: int | None = None
 ) -> tuple[Resolution, Cache]:
-    """Gives every selected record a slot and brings the missing rows of the anchor in.
+    """Gives every selected record a slot and brings the missing rows of the anchor in. Counters are added to.
 
     Args:
       cache: the cache of a step that has begun, with the newest token appended.
@@ -52,7 +52,7 @@ def resolve(
     if layout.is_full:
         found = jnp.sum(selected >= 0, axis=1, dtype=jnp.int32)
         counters = jnp.stack([found, jnp.zeros_like(found), jnp.zeros_like(found)], axis=1)
-        cache = cache.replace(counters=cache.counters.at[address.table].set(counters))
+        cache = cache.replace(counters=cache.counters.at[address.table].add(counters))
         return Resolution(selected, jnp.where(selected >= 0, base + selected, -1), None), cache
     tables = cache.slot_ids, cache.recency, cache.page_table
     sizes = {"ring_slots": layout.ring_slots, "page_records": layout.page_records, "implementation": implementation}
@@ -65,29 +65,35 @@ def resolve(
                 address.table, address.space, address.group, rows_per_space=layout.rows_per_space, busy=busy, **sizes,
             )  # fmt: skip
             cache = with_rows(cache, address.position, rows)
-    counters = cache.counters.at[address.table].add(found.counters)  # those of other parts are there
+    counters = cache.counters.at[address.table].add(found.counters)
     cache = cache.replace(slot_ids=found.slot_ids, recency=found.recency, counters=counters)
     place = jnp.where(found.slots >= 0, base + found.slots, -1)
     return Resolution(selected, place, found.plan), cache
 
 
-def selection_parts(layout: Layout, wanted: int | None = None) -> int:
+def selection_parts(layout: Layout, wanted: int | None = None, implementation: Implementation = "auto") -> int:
     """In how many parts requests are selected and resolved: the next part selects while rows of this one are fetched.
 
     One where nothing is fetched.
 
     Args:
       layout: of the cache.
-      wanted: how many; the measured choice (`pallas_kernels/tuned`) if None.
+      wanted: how many. If None, one in plain JAX, and the measured choice (`pallas_kernels/tuned`) for the kernels.
+      implementation: of the kernels.
     """
     if layout.residency != "hisparse":
+        return 1
+    if wanted is None and choose(implementation, "selection_parts", None) == "xla":
         return 1
     measured = tuned("selection_parts", requests=layout.request_slots, records=layout.records)["parts"]
     return min(wanted or measured, layout.request_slots)
 
 
 def part_of(cache: Cache, number: int, parts: int) -> Cache:
-    """The cache of a step in which only one part of the active requests takes part: those of neighbouring slots."""
+    """The cache of a step in which only the requests of one part are active: of neighbouring slots, whoever is active.
+
+    So parts are equal where all slots are active, which is when there is most to fetch.
+    """
     slots = cache.layout.request_slots
     return cache.replace(active=cache.active & (np.arange(slots) * parts // slots == number))
 
@@ -97,8 +103,8 @@ def together(resolutions: Sequence[Resolution]) -> Resolution:
     return functools.reduce(functools.partial(jax.tree.map, jnp.maximum), resolutions)
 
 
-def beside_fetch(layout: Layout, selected: Array, value: Array) -> Array:
-    """The same value, so that what is computed of it runs beside the anchor's own fetch, and not before the selection.
+def after_selection(layout: Layout, selected: Array, value: Array) -> Array:
+    """The same value, so that what is computed of it runs after a selection, beside the fetch of what it misses.
 
     Where rows are fetched it hangs on the selection by a condition that always holds, which the compiler doesn't know.
     The barrier keeps that out of the matmul that reads the value, which is then the same in every residency.
@@ -106,7 +112,7 @@ def beside_fetch(layout: Layout, selected: Array, value: Array) -> Array:
     Args:
       layout: of the cache.
       selected: int32 `[R, K]`, what was selected, -1 padded.
-      value: `[R, ...]`, of which something is computed that only the anchor's attention needs.
+      value: `[R, ...]`, which nothing needs before that: an anchor's query latent, or the next part's index weights.
     """
     if layout.residency == "hisparse":
         exists = jnp.expand_dims(selected[:, 0], range(1, value.ndim)) >= -1

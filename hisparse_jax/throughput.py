@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,17 +223,31 @@ def compile_points(
 ) -> dict[Point, Future[Programs]]:
     """Compiles points, several at a time.
 
-    This thread lowers all of them: eight that do it together take a third longer, and none is done before all are. The
-    first mode of a concurrency is compiled before the others: XLA tries matrix products and fusions out on the device
-    and remembers the best, and modes have most of them in common.
+    This thread lowers all of them: eight that do it together take a third longer, and none is done before all are.
     """
-    compiled: dict[Point, Future[Programs]] = {}
+    order = sorted(todo, key=lambda point: share.setting.modes.index(point.mode))
+    lowered = ((point.requests, lower_point(share, point, params, profile)) for point in order)
+    return dict(zip(order, compile_all(lowered, compilers), strict=True))
+
+
+def compile_all(
+    lowered: Iterable[tuple[int, LoweredPoint]], compilers: ThreadPoolExecutor
+) -> Iterator[Future[Programs]]:
+    """Compiles lowered points, each with its requests, several at a time, the first of a concurrency before its others.
+
+    XLA tries matrix products and fusions out on the device and remembers the best, and what decodes as many requests
+    has most of them in common.
+    """
     tried_out: dict[int, Future[Programs]] = {}
-    for point in sorted(todo, key=lambda point: share.setting.modes.index(point.mode)):
-        lowered = lower_point(share, point, params, profile)
-        compiled[point] = compilers.submit(lowered.compile, tried_out.get(point.requests))
-        tried_out.setdefault(point.requests, compiled[point])
-    return compiled
+    for requests, point in lowered:
+        compiled = compilers.submit(point.compile, tried_out.get(requests))
+        tried_out.setdefault(requests, compiled)
+        yield compiled
+
+
+def compilers() -> ThreadPoolExecutor:
+    """Threads that compile: half of the processors, at most eight."""
+    return ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)))
 
 
 def records(
@@ -243,8 +257,8 @@ def records(
     budget = share.cache_budget()["cache_bytes"]
     for context in share.setting.contexts:
         pool, todo, started = Pool(), points(share.setting, context), time.perf_counter()
-        with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as compilers:
-            compiled = compile_points(share, todo, params, compilers, profile is not None)
+        with compilers() as threads:
+            compiled = compile_points(share, todo, params, threads, profile is not None)
             for future in compiled.values():  # nothing is timed while the compiler tries kernels out on the same device
                 future.exception()
             console.print(f"{len(todo)} points compiled in {time.perf_counter() - started:.0f} s")

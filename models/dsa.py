@@ -25,7 +25,7 @@ from hisparse_jax.dsa_selection import (
     store_keys,
 )
 from hisparse_jax.prefetch import Prefetch, followers_issued
-from hisparse_jax.resolve import Resolution, beside_fetch, fetch, part_of, resolve, selection_parts, together
+from hisparse_jax.resolve import Resolution, after_selection, fetch, part_of, resolve, selection_parts, together
 from hisparse_jax.selection import Selection
 from hisparse_jax.workload import Locality
 from models.backbone import Backbone
@@ -128,7 +128,7 @@ class Group(nnx.Module):
         query_latent, record = anchor.attention.project(normed, place)
         cache = append(cache, addresses[0], record)
         resolution, cache = self._resolve(anchor, normed, query_latent, place, cache, addresses[0])
-        query_latent = beside_fetch(cache.layout, resolution.selected, query_latent)
+        query_latent = after_selection(cache.layout, resolution.selected, query_latent)
         plan = resolution.plan
         for position, (layer, address, followers) in enumerate(zip(self.layers, addresses, issued, strict=True)):
             if position > 0:
@@ -148,12 +148,13 @@ class Group(nnx.Module):
         """The anchor appends its index key, selects, and brings its missing rows in, part by part of the requests."""
         query, weight, key = anchor.indexer(normed, query_latent, place)
         cache = cache.replace(index=append_index_key(cache.index, cache, address.table, key))
-        active, parts, resolutions = cache.active, selection_parts(cache.layout, self.options.parts), []
+        parts = selection_parts(cache.layout, self.options.parts, self.options.implementation)
         busy = -(-cache.layout.request_slots // parts)
+        active, resolutions = cache.active, []
         for number in range(parts):
             part = part_of(cache, number, parts)
             if resolutions:
-                weight = beside_fetch(cache.layout, resolutions[-1].selected, weight)
+                weight = after_selection(cache.layout, resolutions[-1].selected, weight)
             ids = select_tokens(
                 part.index, part, address.table, query, weight, self.config.selected, scale=anchor.indexer.scale,
                 workload=self.options.workload, busy=busy, implementation=self.options.implementation,

@@ -34,6 +34,7 @@ _WAIT = (
 )
 _STORE = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
 _COMMIT = "cp.async.bulk.commit_group;"
+_STORE_READ = "cp.async.bulk.wait_group.read 0;"  # shared memory may be filled again
 _STORES_DONE = "cp.async.bulk.wait_group 0;"
 _INVALIDATE = "mbarrier.inval.shared::cta.b64 [$0];"
 
@@ -55,36 +56,32 @@ def held_bytes(words: int) -> int:
     return 4 * piece_words(words) + 8
 
 
-def scratch_types(words: int, lanes: int, in_flight: int) -> tuple[Any, Any]:
-    """Shared memory of `copy_rows`: pieces on their way, and a 64-bit barrier for each."""
-    held = lanes * in_flight
-    return plgpu.SMEM((held, piece_words(words)), jnp.uint32), plgpu.SMEM((2 * held,), jnp.uint32)
+def scratch_types(words: int, lanes: int) -> tuple[Any, Any]:
+    """Shared memory of `copy_rows`: a piece on its way for each lane that copies, and a 64-bit barrier for each."""
+    return plgpu.SMEM((lanes, piece_words(words)), jnp.uint32), plgpu.SMEM((2 * lanes,), jnp.uint32)
 
 
 def copy_rows(
-    source: Any, target: Any, source_row: Any, target_row: Any, rows: Array, held: Any, barriers: Any, *, lanes: int,
+    source: Any, target: Any, source_row: Any, target_row: Any, rows: Array, held: Any, barriers: Any, *,
     source_offset: Array | int = 0,
 ) -> None:  # fmt: skip
     """Copies rows of uint32 words: `target[target_row[m]] = source[source_offset + source_row[m]]` for `m < rows`.
 
-    The first `lanes` lanes of the program share the pieces of the rows out; a lane has as many under way as there is
-    memory for in `held`. All lanes must have written the rows before their last barrier.
+    As many lanes of the program as `held` has pieces share the pieces of the rows out, and each has one under way. All
+    lanes must have written the rows before their last barrier.
 
     Args:
       source, target: uint32 `[., words]` in GMEM; the source may lie in pinned host memory.
       source_row, target_row: int32 `[N]` in SMEM, none of the first `rows` negative.
       rows: scalar, how many.
-      held, barriers: of `scratch_types`.
-      lanes: how many copy, at most all of the program.
+      held, barriers: of `scratch_types`, for at most all lanes of the program.
       source_offset: scalar.
     """
-    words = source.shape[-1]
     if indexed.interpreting():
         indexed._copy_rows_twin(source, target, source_row, target_row, rows, 0, 1, source_offset, 0)
         return
-    in_flight, size = held.shape[0] // lanes, 4 * held.shape[1]
-    pieces, row_bytes = 4 * words // size, 4 * words
-    late = min(1, in_flight - 1)  # places between one that is being stored and the one that is filled again
+    lanes, size, row_bytes = held.shape[0], 4 * held.shape[1], 4 * source.shape[-1]
+    pieces = row_bytes // size
     scalars = [jnp.asarray(s, jnp.int32) for s in (rows, source_offset)]
 
     @_emit((*[_REF] * 6, *[_SCALAR] * 2))
@@ -94,49 +91,30 @@ def copy_rows(
     ) -> None:  # fmt: skip
         lane, items = _block_lane(), arith.muli(rows.registers.item(), _c(pieces))
 
-        def shared(ref: Any, k: int, stride: int) -> Any:
-            """32-bit address of this lane's k-th part of a scratch array."""
+        def own(ref: Any, stride: int) -> Any:
+            """32-bit address of this lane's part of a scratch array."""
             base = llvm.ptrtoint(_i32(), mgpu_utils.memref_ptr(ref))
-            return arith.addi(base, arith.muli(arith.addi(lane, _c(k * lanes)), _c(stride)))
+            return arith.addi(base, arith.muli(lane, _c(stride)))
 
-        def row_and_offset(item: Any) -> tuple[Any, Any]:
-            return arith.divui(item, _c(pieces)), arith.muli(arith.remui(item, _c(pieces)), _c(size))
-
-        def fill(k: int, item: Any) -> None:
-            with mgpu.when(_compare("slt", item, items)):
-                m, offset = row_and_offset(item)
-                row = arith.addi(_load(source_row, m), source_offset.registers.item())
-                _ptx(_EXPECT, barrier[k], _c(size))
-                _ptx(_LOAD, place[k], _row_address(source, row, row_bytes, offset), _c(size), barrier[k])
-
-        def empty(k: int, item: Any, parity: Any) -> None:
-            with mgpu.when(_compare("slt", item, items)):
-                m, offset = row_and_offset(item)
-                _ptx(_WAIT, barrier[k], parity)
-                _ptx(_STORE, _row_address(target, _load(target_row, m), row_bytes, offset), place[k], _c(size))
-                _ptx(_COMMIT)
-
-        place = [shared(held, k, size) for k in range(in_flight)]
-        barrier = [shared(barriers, k, 8) for k in range(in_flight)]
+        place, barrier = own(held, size), own(barriers, 8)
         with mgpu.when(_compare("slt", lane, _c(lanes))):
-            for k in range(in_flight):
-                _ptx(_INIT, barrier[k])
+            _ptx(_INIT, barrier)
             _ptx(_INIT_SEEN)
-            for k in range(in_flight - late):
-                fill(k, arith.addi(lane, _c(k * lanes)))
-            loop = scf.ForOp(lane, items, _c(lanes * in_flight), [_c(0)])
+            loop = scf.ForOp(lane, items, _c(lanes), [_c(0)])
             with ir.InsertionPoint(loop.body):
-                (parity,) = loop.inner_iter_args
-                first = loop.induction_variable
-                for k in range(in_flight):
-                    empty(k, arith.addi(first, _c(k * lanes)), parity)
-                    _ptx(f"cp.async.bulk.wait_group.read {late};")  # all stores but so many have read their places
-                    again = k - late + in_flight
-                    fill(again % in_flight, arith.addi(first, _c(again * lanes)))
+                (parity,), item = loop.inner_iter_args, loop.induction_variable
+                m, offset = arith.divui(item, _c(pieces)), arith.muli(arith.remui(item, _c(pieces)), _c(size))
+                row = arith.addi(_load(source_row, m), source_offset.registers.item())
+                _ptx(_EXPECT, barrier, _c(size))
+                _ptx(_LOAD, place, _row_address(source, row, row_bytes, offset), _c(size), barrier)
+                to_address = _row_address(target, _load(target_row, m), row_bytes, offset)
+                _ptx(_WAIT, barrier, parity)
+                _ptx(_STORE, to_address, place, _c(size))
+                _ptx(_COMMIT)
+                _ptx(_STORE_READ)
                 scf.yield_([arith.xori(parity, _c(1))])
             _ptx(_STORES_DONE)
-            for k in range(in_flight):
-                _ptx(_INVALIDATE, barrier[k])
+            _ptx(_INVALIDATE, barrier)
 
     emit(source, target, source_row, target_row, held, barriers, *scalars)
 

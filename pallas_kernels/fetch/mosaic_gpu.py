@@ -72,7 +72,7 @@ def fetch(
             rows = pool_ref, hot_ref.at[group_ref[0]], lists.from_rows, lists.to_rows
             count, offset = jnp.minimum(share - turn * LISTED, LISTED), space_ref[0] * rows_per_space
             if copiers:
-                bulk.copy_rows(*rows, count, *held, lanes=copiers, source_offset=offset)
+                bulk.copy_rows(*rows, count, *held, source_offset=offset)
             else:
                 indexed.copy_rows(
                     *rows, count, threads=how.threads, aligned="source", source_offset=offset, in_flight=how.in_flight
@@ -87,7 +87,7 @@ def fetch(
         num_threads=how.threads, thread_name="thread",
         scratch_types=[
             plgpu.SMEM((requests,), jnp.int32), *Lists.types(LISTED, how.buckets),
-            *(bulk.scratch_types(words, copiers, how.in_flight) if copiers else ()),
+            *(bulk.scratch_types(words, copiers) if copiers else ()),
         ],
     )  # fmt: skip
     hot_ref = jax.new_ref(hot_rows)
@@ -101,7 +101,7 @@ def _bulk_lanes(how: Tuning, words: int, requests: int) -> int:
     if not bulk.can_copy(words):
         return 0
     lists = 4 * (requests + 2 * LISTED + how.buckets) + 8 * 1024  # with what they are aligned to
-    held = (SHARED_BYTES - lists) // (how.in_flight * bulk.held_bytes(words))
+    held = (SHARED_BYTES - lists) // bulk.held_bytes(words)
     return max(0, min(how.bulk, how.threads * indexed.LANES, held))
 
 

@@ -14,9 +14,9 @@ class Tuning(NamedTuple):
     Attributes:
       programs: persistent grid. A small one leaves the multiprocessors to what runs beside it.
       threads: warpgroups of a program, at most 8.
-      in_flight: loads a lane has under way.
+      in_flight: loads of 16 bytes a lane has under way; none of `bulk`.
       buckets: of host rows, to fetch in address order; 0: in the order of the plan.
-      bulk: how many lanes of a program copy rows by the bulk copy engine; 0: all lanes copy 16 bytes at a time.
+      bulk: how many lanes of a program copy rows by the bulk copy engine, one at a time; 0: all lanes copy lines.
     """
 
     programs: int = 16

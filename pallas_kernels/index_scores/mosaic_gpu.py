@@ -87,7 +87,9 @@ def dsa_scores(
     """See `pallas_kernels.index_scores.dsa_scores`."""
     rows, heads, channels = query.shape
     records, fp8 = keys.shape[2], key_scale is not None
-    weight = weight * jnp.float32(scale)  # the scale is positive, so it may leave the relu
+    # The scale is positive, so it may leave the relu. Without the barrier some programs would make one constant of it
+    # and of what the weights were multiplied by before, and round them otherwise.
+    weight = lax.optimization_barrier(weight) * jnp.float32(scale)
     if fp8:
         _, exponent = jnp.frexp(jnp.max(jnp.abs(query), axis=2).astype(jnp.float32))
         shift = exponent - 1

@@ -12,9 +12,10 @@ import pytest
 
 from hisparse_jax.cache.state import create
 from hisparse_jax.prefetch import Fetch, followers_issued, schedule
-from hisparse_jax.resolve import beside_fetch, part_of, selection_parts
+from hisparse_jax.resolve import after_selection, part_of, selection_parts
 from models.sizes import PUBLISHED
 from tests import dsa_small as small
+from tests.pallas_kernels.kernel_cases import abstract_gpu
 
 GLM_52 = PUBLISHED["GLM-5.2"].group_sizes
 
@@ -56,7 +57,7 @@ def test_what_waits_for_the_selection_keeps_its_bits(residency, dtype):
     value = jnp.asarray([[0.0, -0.0, 1.5, -3.0], [np.inf, -np.inf, np.nan, -np.nan]], dtype)
     selected = jnp.asarray([[0, 1, 5], [-1, -1, -1]], jnp.int32)
     layout = small.layout(small.model()[0], residency, small.CONFIG.selected)
-    lowered = jax.jit(partial(beside_fetch, layout), keep_unused=True).lower(selected, value)
+    lowered = jax.jit(partial(after_selection, layout), keep_unused=True).lower(selected, value)
     assert "optimization_barrier" in lowered.as_text()  # or the condition would become a part of one matmul
     compiled = lowered.compile()
     assert np.asarray(compiled(selected, value)).tobytes() == np.asarray(value).tobytes()
@@ -64,28 +65,29 @@ def test_what_waits_for_the_selection_keeps_its_bits(residency, dtype):
 
 
 def test_parts():
-    """Two where it was measured to pay, one where nothing is fetched, never more than there are slots."""
+    """As measured for the kernels, one in plain JAX and where nothing is fetched, never more than there are slots."""
     model, _ = small.model()
 
-    def chosen(requests, tokens, residency="hisparse", wanted=None):
-        return selection_parts(
-            small.layout(model, residency, 6, requests, context_tokens=tokens, host_pages=tokens // 8), wanted
-        )
+    def chosen(requests, tokens, residency="hisparse", **options):
+        layout = small.layout(model, residency, 6, requests, context_tokens=tokens, host_pages=requests * tokens // 8)
+        return selection_parts(layout, **options)
 
-    assert [chosen(*sizes) for sizes in [(15, 1 << 17), (16, 1 << 15), (16, (1 << 15) - 8), (43, 1 << 15)]] == [
-        1,
-        2,
-        1,
-        2,
-    ]
-    assert [chosen(43, 1 << 15, residency, 3) for residency in ("full", "no_io", "hisparse")] == [1, 1, 3]
+    with abstract_gpu():
+        assert [chosen(n, 65536, implementation="mosaic_gpu") for n in (15, 16, 43)] == [1, 2, 2]
+        assert [chosen(n, 32768, implementation="mosaic_gpu") for n in (16, 32, 33)] == [1, 1, 2]
+        assert chosen(43, 32760) == 1
+    assert chosen(43, 65536, implementation="xla") == 1
+    assert [chosen(43, 32768, residency, wanted=3) for residency in ("full", "no_io", "hisparse")] == [1, 1, 3]
     assert chosen(2, 64, wanted=5) == 2
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_each_active_request_is_in_one_part(parts):
     model, _ = small.model()
-    cache = create(small.layout(model, "hisparse", 6))
-    cache = cache.replace(active=jnp.asarray([True, False, True]))
+    cache = create(small.layout(model, "hisparse", 6, 43))
+    cache = cache.replace(active=jnp.arange(43) % 5 > 0)
     shares = np.stack([part_of(cache, number, parts).active for number in range(parts)])
-    assert shares.sum(0).tolist() == [1, 0, 1]
+    assert np.array_equal(shares.sum(0), cache.active)
+    everybody = cache.replace(active=jnp.ones(43, bool))
+    sizes = [int(part_of(everybody, number, parts).active.sum()) for number in range(parts)]
+    assert max(sizes) == -(-43 // parts) and min(sizes) >= 43 // parts

@@ -33,10 +33,10 @@ MODES = {mode: how for mode, how in simulated.MODES.items() if mode != "no_io"} 
 REQUESTS, CONTEXT, STEPS, CHUNKS = 3, 2048, 4, 3
 
 
-def run(config, mode: str, dtype, parts: int | None = None):
+def run(config, mode: str, dtype, parts: int | None = None, workload=FITTED):
     """Logits and counters of a few chunks; the compiled chunk; addresses of the state before and after."""
     residency, prefetch = MODES[mode]
-    options = DsaOptions("bfloat16", "fp8", prefetch=prefetch, parts=parts, workload=FITTED)
+    options = DsaOptions("bfloat16", "fp8", prefetch=prefetch, parts=parts, workload=workload)
     module = DsaDecoder(config, options, dtype=dtype, rngs=nnx.Rngs(0))
     model, params = Functional(module), Functional.parameters(module)
     layout = Layout(
@@ -59,25 +59,27 @@ def run(config, mode: str, dtype, parts: int | None = None):
     return np.concatenate([out.logits for out in outs]), outs, compiled, addresses, params, state
 
 
-def check_modes(config, dtype) -> None:
+def check_modes(config, dtype, workload) -> None:
     """The same bits in full residency, with fetches just before their attention, ahead of it, and in parts."""
-    want, *_ = run(config, "full", dtype)
+    want, *_ = run(config, "full", dtype, workload=workload)
     for mode, parts in (("sync", 1), ("prefetch", 1), ("sync", 2), ("prefetch", 3)):
-        got, outs, *_ = run(config, mode, dtype, parts)
+        got, outs, *_ = run(config, mode, dtype, parts, workload)
         assert got.tobytes() == want.tobytes(), (mode, parts)
         counters = np.concatenate([out.counters for out in outs])
         assert (counters[0, ..., 2] > 64).all(), "the first step finds nothing but what is in the ring"
         assert (counters[1:, ..., 2].sum(axis=(0, 2)) > 0).all(), "every table missed later too"
 
 
-def test_modes_on_any_device():
-    check_modes(SMALL, jnp.float32)
+@pytest.mark.parametrize("workload", [FITTED, None])
+def test_modes_on_any_device(workload):
+    check_modes(SMALL, jnp.float32, workload)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
-def test_modes_with_the_kernels():
-    check_modes(WIDE, jnp.bfloat16)
+@pytest.mark.parametrize("workload", [FITTED, None])
+def test_modes_with_the_kernels(workload):
+    check_modes(WIDE, jnp.bfloat16, workload)
 
 
 @pytest.mark.gpu

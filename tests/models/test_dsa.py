@@ -96,6 +96,26 @@ def test_an_anchors_query_waits_for_what_it_selects(residency):
     assert [name == "_where" for name in names] == [residency == "hisparse"] * 2, names
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_part_is_selected_after_the_one_before(parts):
+    """The weights of its index scores hang on what that one selected; those of the first part on nothing."""
+    functional, params = small.model(parts=parts)
+    sizes = small.layout(functional, "hisparse", K)
+    cache = jax.eval_shape(lambda: create(sizes, functional.new_index(sizes)))
+    token = jnp.zeros(len(PROMPTS), jnp.int32)
+    traced = jax.make_jaxpr(lambda cache: functional.decode(params, token, entering(cache)))(cache)
+
+    def barriers(jaxpr):
+        for equation in jaxpr.eqns:
+            shapes = [variable.aval.shape for variable in equation.outvars]
+            if equation.primitive.name == "optimization_barrier" and shapes == [(len(PROMPTS), CONFIG.index_heads)]:
+                yield equation
+            for inner in jaxprs_in_params(equation.params):
+                yield from barriers(inner)
+
+    assert len(list(barriers(traced.jaxpr))) == 2 * (parts - 1), "two anchors"
+
+
 def test_no_io_moves_nothing():
     functional, params = small.model()
     sizes = small.layout(functional, "no_io", K + 1)

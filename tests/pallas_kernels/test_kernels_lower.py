@@ -23,7 +23,10 @@ from pallas_kernels.fetch import fetch
 from pallas_kernels.fetch import mosaic_gpu as fetch_kernel
 from pallas_kernels.fetch.tuning import Tuning as FetchTuning
 from pallas_kernels.fetch.tuning import tuning as fetch_tuning
+from pallas_kernels.index_scores import dsa_scores
+from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
 from pallas_kernels.index_topk import index_topk
+from pallas_kernels.index_topk import mosaic_gpu as topk_kernel
 from pallas_kernels.resolve import arg_specs as resolve_specs
 from pallas_kernels.resolve import mosaic_gpu, resolve, resolve_and_fetch
 from pallas_kernels.resolve.tuning import Tuning
@@ -125,12 +128,12 @@ def test_no_operand_of_an_emitted_word_is_one_value(buckets, monkeypatch):
         lower(functools.partial(fetch_kernel.fetch, **options, how=how), args, "NVIDIA H200")
 
 
-@pytest.mark.parametrize("span_bytes", [0, 1 << 30, 1 << 33, 1 << 36])
-@pytest.mark.parametrize("requests", [1, 16, 64, 1000])
+@pytest.mark.parametrize("span_bytes", [0, 1 << 30, 43 * 32768 * 1152, 1 << 33, 1 << 36])
+@pytest.mark.parametrize("requests", [1, 16, 43, 64, 1000])
 def test_tuned_launches(requests, span_bytes):
     """There is a choice for every size, and the device can launch it."""
     for op in TUNED:
-        assert tuned(op, requests=requests, span_bytes=span_bytes), op
+        assert tuned(op, requests=requests, span_bytes=span_bytes, records=span_bytes // 1152), op
     how = resolve_tuning(requests, span_bytes)
     fetches = [fetch_tuning(requests, span_bytes, beside=beside) for beside in (False, True)]
     assert how.programs in (1, 2, 4, 8) and 1 <= how.threads <= 8 and how.copiers <= how.threads
@@ -148,6 +151,33 @@ def test_tuned_launches_were_timed():
         if tuning(**choice["how"]) not in [tuning(**timing["how"]) for timing in table[op]["timings"]]
     ]
     assert untimed == []
+
+
+@pytest.mark.parametrize("busy", [None, 5])
+def test_a_launch_is_for_as_many_as_have_a_length(busy, monkeypatch):
+    asked = []
+
+    def recorded(tuning):
+        return lambda rows, *sizes: asked.append(rows) or tuning(rows, *sizes)
+
+    for module in (topk_kernel, scores_kernel, mosaic_gpu):
+        monkeypatch.setattr(module, "tuning", recorded(module.tuning))
+    args, options = resolve_specs.abstract_args(resolve_specs.SPECS["dsa_mla_bf16_r64"])
+    requests = args["selected"].shape[0]
+    length, scores, query, weight, keys = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((requests,), jnp.int32), ((requests, 4096), jnp.float32), ((requests, 8, 128), jnp.bfloat16),
+            ((requests, 8), jnp.float32), ((1, requests, 4096, 128), jnp.bfloat16),
+        )
+    )  # fmt: skip
+    jax.clear_caches()  # or nothing is traced that an earlier test has traced
+    lower_for_cuda(lambda s, n: index_topk(s, n, 64, busy=busy), scores, length)
+    lower_for_cuda(
+        lambda q, w, k, n: dsa_scores(q, w, k, None, 0, scale=1.0, length=n, busy=busy), query, weight, keys, length
+    )
+    lower(functools.partial(resolve_and_fetch, **options, busy=busy), args, "NVIDIA H200")
+    assert asked == [busy or requests] * 3
 
 
 def test_private_parts_of_jax():

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels.index_topk as topk_op
 from pallas_kernels import index_scores
 from pallas_kernels.index_scores import arg_specs as scores_specs
+from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
 from pallas_kernels.index_scores.tuning import tuning as scores_tuning
 from pallas_kernels.index_topk import arg_specs as topk_specs
 from pallas_kernels.index_topk import mosaic_gpu
@@ -48,6 +49,19 @@ def test_topk_fits(rows, context):
     assert how.programs in (1, 2, 4, 8) and how.threads in range(4, 9)
     assert shared_bytes(share_of(context, how.programs), resident=how.resident) <= SHARED_BYTES
     assert share_of(context, how.programs) * how.programs >= context
+
+
+@pytest.mark.parametrize("name", scores_specs.DSA)
+def test_dsa_weights_are_rounded_alike_in_every_program(name):
+    """The scale does not become one constant with what came before: a barrier is all that reads the weights."""
+    args, options = scores_specs.dsa_args(scores_specs.DSA[name])
+    names = list(args)
+    with abstract_gpu():
+        scores = functools.partial(scores_kernel.dsa_scores, **options)
+        traced = jax.make_jaxpr(lambda *values: scores(**dict(zip(names, values, strict=True))))(*args.values())
+    weight = traced.jaxpr.invars[names.index("weight")]
+    readers = [equation.primitive.name for equation in traced.jaxpr.eqns if weight in equation.invars]
+    assert readers == ["optimization_barrier"]
 
 
 @pytest.mark.parametrize("kind", DEVICES)
