@@ -225,6 +225,44 @@ def test_the_docs_show_the_records(name, where, groups, shown):
     assert seen == shown
 
 
+def test_the_docs_show_the_parts():
+    lines = [line.strip() for line in (ROOT / "docs/decode.md").read_text().splitlines()]
+    text = (ROOT / "benchmarks/results/parts_nvidia_h200_glm52_prefetch_32k.jsonl").read_text()
+    records = [json.loads(line) for line in text.splitlines()]
+    assert [record["requests"] for record in records] == [43] * 3 + [32] * 3 + [16] * 3 + [8] * 3
+    for no_io, one, two in zip(records[::3], records[1::3], records[2::3], strict=True):
+        assert (no_io["mode"], one["parts"], two["parts"]) == ("no_io", 1, 2)
+        cells = [str(no_io["requests"]), f"{no_io['step_ms']:.3f}"]
+        for record in (one, two):
+            cells += [f"{record['step_ms']:.3f}", f"{no_io['step_ms'] / record['step_ms']:.3f}"]
+        assert f"| {' | '.join(cells)} |" in lines, cells
+
+
+def test_the_docs_show_the_bulk_launches():
+    lines = [line.strip() for line in (ROOT / "docs/decode.md").read_text().splitlines()]
+    columns = [("_r43", 8), ("_r43", 43), ("", 8), ("", 16)]
+    table: dict[str, list[str]] = {}
+    for column, (name, requests) in enumerate(columns):
+        path = ROOT / f"benchmarks/results/prefetch_nvidia_h200_bulk{name}.jsonl"
+        for record in map(json.loads, path.read_text().splitlines()):
+            if record["requests"] != requests:
+                continue
+            how = record.get("how")
+            if how is None:
+                row, share = {"no_io": "without IO | ", "sync": "just before each attention | "}[record["mode"]], ""
+                share = "0" if record["mode"] == "sync" else ""
+            else:
+                row = f"{how['programs']} x {how['threads']}, " + (
+                    f"bulk | {how['bulk']} rows" if how["bulk"] else f"lines | {how['in_flight']} loads a lane"
+                )
+                share = f"{record['hidden_share']:.2f}"
+            table.setdefault(row, [""] * 8)[2 * column : 2 * column + 2] = [f"{record['step_ms']:.3f}", share]
+    found = [re.sub(r" a program", "", re.sub(r"\| +", "| ", line)) for line in lines]
+    for row, cells in table.items():
+        want = re.sub(r"\| +", "| ", f"| {row} | {' | '.join(cells)} |")
+        assert want in found, want
+
+
 def test_the_docs_show_the_profile():
     lines = (ROOT / "docs/throughput.md").read_text().splitlines()
     name = "benchmarks/results/glm52_prefetch_32k_profile_nvidia_h200.json"
