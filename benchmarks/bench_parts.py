@@ -58,12 +58,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()
-    environment, done = common.environment(), []
-    device = environment["device"].lower().replace(" ", "_")
-    for record in records(options.preset, options.context, options.requests, options.parts):
-        done.append(record | {"preset": options.preset} | environment)
-        common.write_records(f"{options.out}/parts_{device}_{options.preset}_{options.context // 1024}k.jsonl", done)
-    common.print_table(done, COLUMNS)
+    environment = common.environment()
+    path = common.record_path(options.out, "parts", environment, f"{options.preset}_{options.context // 1024}k")
+    found = records(options.preset, options.context, options.requests, options.parts)
+    common.print_table(common.keep(path, found, {"preset": options.preset} | environment), COLUMNS)
 
 
 if __name__ == "__main__":

@@ -77,12 +77,10 @@ def main() -> None:
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()
     launches = [Tuning(*map(int, launch.split(","))) for launch in options.launches]
-    environment, done = common.environment(), []
-    device = environment["device"].lower().replace(" ", "_")
-    for record in records(options.requests, options.pool, launches, options.preset):
-        done.append(record | {"preset": options.preset} | environment)
-        common.write_records(f"{options.out}/prefetch_{device}.jsonl", done)
-    common.print_table(done, COLUMNS)
+    environment = common.environment()
+    path = common.record_path(options.out, "prefetch", environment)
+    found = records(options.requests, options.pool, launches, options.preset)
+    common.print_table(common.keep(path, found, {"preset": options.preset} | environment), COLUMNS)
 
 
 if __name__ == "__main__":

@@ -356,17 +356,14 @@ def main() -> None:
         plot(records, f"{options.out}/{Path(options.show[0]).stem}.png")
         return
     environment = common.environment()
-    device = environment["device"].lower().replace(" ", "_")
     sources = {plan: resolves(PLANS[plan]) for plan in options.plans}
     sources |= {f"wide_{gibibytes}": wide(gibibytes) for gibibytes in options.wide}
     for name, source in sources.items():
-        records = []
-        for record in itertools.chain(empty(), source):
-            records.append(record | environment)
-            common.write_records(f"{options.out}/resolve_{device}_{name}.jsonl", records)
+        path = common.record_path(options.out, "resolve", environment, name)
+        records = common.keep(path, itertools.chain(empty(), source), environment)
         table(records)
         if name == "core":
-            plot(records, f"{options.out}/resolve_{device}_{name}.png")
+            plot(records, str(path.with_suffix(".png")))
 
 
 if __name__ == "__main__":

@@ -197,6 +197,21 @@ def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def record_path(out: str, stem: str, stamp: dict[str, Any], part: str = "") -> Path:
+    """Where records of a device go: `<stem>_<device>[_<part>].jsonl`; `stamp` is of `environment`."""
+    device = stamp["device"].lower().replace(" ", "_")
+    return Path(out) / f"{stem}_{device}{'_' * bool(part)}{part}.jsonl"
+
+
+def keep(path: Path, records: Iterable[dict[str, Any]], stamp: dict[str, Any]) -> list[dict[str, Any]]:
+    """Stamps records and writes the file anew after each, so that what was measured before a crash is there."""
+    done: list[dict[str, Any]] = []
+    for record in records:
+        done.append(record | stamp)
+        write_records(path, done)
+    return done
+
+
 def print_table(records: list[dict[str, Any]], columns: Iterable[str]) -> None:
     """What was measured, for people."""
     from rich.console import Console
@@ -213,20 +228,13 @@ def print_table(records: list[dict[str, Any]], columns: Iterable[str]) -> None:
 def run_plans(
     stem: str, plans: dict[str, Callable[..., Iterable[dict[str, Any]]]], columns: Iterable[str], about: str | None
 ) -> None:
-    """A benchmark's command line: each plan, called as `plan(peaks, sweep=...)`, gives the records of one file.
-
-    A file is written anew after each record, so that what was measured before a crash is there.
-    """
+    """A benchmark's command line: each plan, called as `plan(peaks, sweep=...)`, gives the records of one file."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", nargs="*", default=list(plans), choices=list(plans))
     parser.add_argument("--sweep", action="store_true", help="also measure other launches")
     parser.add_argument("--out", default=str(RESULTS), help="folder of the records")
     options = parser.parse_args()
     stamp_of_run, peak = environment(), peaks()
-    device = stamp_of_run["device"].lower().replace(" ", "_")
     for plan in options.plans:
-        records: list[dict[str, Any]] = []
-        for record in plans[plan](peak, sweep=options.sweep):
-            records.append(record | stamp_of_run)
-            write_records(f"{options.out}/{stem}_{device}_{plan}.jsonl", records)
-        print_table(records, columns)
+        path = record_path(options.out, stem, stamp_of_run, plan)
+        print_table(keep(path, plans[plan](peak, sweep=options.sweep), stamp_of_run), columns)

@@ -83,10 +83,11 @@ def selection_parts(layout: Layout, wanted: int | None = None, implementation: I
     """
     if layout.residency != "hisparse":
         return 1
-    if wanted is None and choose(implementation, "selection_parts", None) == "xla":
-        return 1
-    measured = tuned("selection_parts", requests=layout.request_slots, records=layout.records)["parts"]
-    return min(wanted or measured, layout.request_slots)
+    if wanted is None:
+        if choose(implementation, "selection_parts", None) == "xla":
+            return 1
+        wanted = tuned("selection_parts", requests=layout.request_slots, records=layout.records)["parts"]
+    return min(wanted, layout.request_slots)
 
 
 def part_of(cache: Cache, number: int, parts: int) -> Cache:

@@ -219,7 +219,7 @@ def _digest(tokens: np.ndarray) -> str:
 
 
 def compile_points(
-    share: Share, todo: list[Point], params: list[Array], compilers: ThreadPoolExecutor, profile: bool = False
+    share: Share, todo: list[Point], params: list[Array], threads: ThreadPoolExecutor, profile: bool = False
 ) -> dict[Point, Future[Programs]]:
     """Compiles points, several at a time.
 
@@ -227,12 +227,10 @@ def compile_points(
     """
     order = sorted(todo, key=lambda point: share.setting.modes.index(point.mode))
     lowered = ((point.requests, lower_point(share, point, params, profile)) for point in order)
-    return dict(zip(order, compile_all(lowered, compilers), strict=True))
+    return dict(zip(order, compile_all(lowered, threads), strict=True))
 
 
-def compile_all(
-    lowered: Iterable[tuple[int, LoweredPoint]], compilers: ThreadPoolExecutor
-) -> Iterator[Future[Programs]]:
+def compile_all(lowered: Iterable[tuple[int, LoweredPoint]], threads: ThreadPoolExecutor) -> Iterator[Future[Programs]]:
     """Compiles lowered points, each with its requests, several at a time, the first of a concurrency before its others.
 
     XLA tries matrix products and fusions out on the device and remembers the best, and what decodes as many requests
@@ -240,7 +238,7 @@ def compile_all(
     """
     tried_out: dict[int, Future[Programs]] = {}
     for requests, point in lowered:
-        compiled = compilers.submit(point.compile, tried_out.get(requests))
+        compiled = threads.submit(point.compile, tried_out.get(requests))
         tried_out.setdefault(requests, compiled)
         yield compiled
 

@@ -247,15 +247,14 @@ def test_the_docs_show_the_bulk_launches():
         for record in map(json.loads, path.read_text().splitlines()):
             if record["requests"] != requests:
                 continue
-            how = record.get("how")
-            if how is None:
-                row, share = {"no_io": "without IO | ", "sync": "just before each attention | "}[record["mode"]], ""
-                share = "0" if record["mode"] == "sync" else ""
+            if record["mode"] == "no_io":
+                row, share = "without IO | ", ""
+            elif record["mode"] == "sync":
+                row, share = "just before each attention | ", "0"
             else:
-                row = f"{how['programs']} x {how['threads']}, " + (
-                    f"bulk | {how['bulk']} rows" if how["bulk"] else f"lines | {how['in_flight']} loads a lane"
-                )
-                share = f"{record['hidden_share']:.2f}"
+                how, share = record["how"], f"{record['hidden_share']:.2f}"
+                copies = f"bulk | {how['bulk']} rows" if how["bulk"] else f"lines | {how['in_flight']} loads a lane"
+                row = f"{how['programs']} x {how['threads']}, {copies}"
             table.setdefault(row, [""] * 8)[2 * column : 2 * column + 2] = [f"{record['step_ms']:.3f}", share]
     found = [re.sub(r" a program", "", re.sub(r"\| +", "| ", line)) for line in lines]
     for row, cells in table.items():
