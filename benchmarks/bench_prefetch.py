@@ -6,9 +6,9 @@ Which launch hides most is measured here, at every concurrency beside the step w
 before each attention, in the same run.
 
 `python -m benchmarks.bench_prefetch [--requests 8 16 32] [--pool 43] [--launches 2,8,8 ...]` (programs, warpgroups,
-loads in flight and, if given, buckets for address order and lanes of the bulk copy engine; a host pool for at least so
-many requests) writes benchmarks/results/prefetch_*.jsonl; the best goes into `fetch_beside` of `pallas_kernels/tuned`.
-Requests are resolved in one part, whatever `selection_parts` says.
+loads in flight and, if given, buckets for address order; a host pool for at least so many requests) writes
+benchmarks/results/prefetch_*.jsonl; the best goes into `fetch_beside` of `pallas_kernels/tuned`. Requests are resolved
+in one part, whatever `selection_parts` says.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hisparse_jax.throughput_report import ratios
 from pallas_kernels import common as kernels
 from pallas_kernels.fetch.tuning import Tuning
 
-LAUNCHES = ("2,8,8,64", "4,8,1,64", "2,1,1,64,64", "2,4,1,64,128", "4,1,1,64,64")
+LAUNCHES = ("2,8,8,64", "4,8,1,64", "8,8,1,64")
 CONTEXT = 32768
 COLUMNS = ("requests", "mode", "how", "step_ms", "hidden_share", "of_no_io", "same_tokens")
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", nargs="*", type=int, default=[8, 16, 32])
     parser.add_argument("--pool", type=int, default=1, help="at least so many requests' rows fit in the host pool")
-    parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads,buckets,bulk")
+    parser.add_argument("--launches", nargs="*", default=list(LAUNCHES), help="programs,warpgroups,loads,buckets")
     parser.add_argument("--preset", default="glm52_prefetch")
     parser.add_argument("--out", default=str(common.RESULTS), help="folder of the record")
     options = parser.parse_args()

@@ -3,8 +3,7 @@
 
 1. every program sums the counts of the requests, so that it knows where each request's rows begin in the whole list;
 2. program p takes the rows m = p modulo the grid, so many at a time that their list fits in shared memory;
-3. the lanes of the program copy the lines of the listed rows, in address order where the pool is wide; or some of them
-   have the bulk copy engine do it.
+3. the lanes of the program copy the lines of the listed rows, in address order where the pool is wide.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import bulk, indexed
-from pallas_kernels.common import SHARED_BYTES
+from pallas_kernels import indexed
 from pallas_kernels.fetch.tuning import Tuning, tuning
 from pallas_kernels.program import Lists, Program, in_address_order
 from pallas_kernels.resolve.types import Plan
@@ -33,14 +31,14 @@ def fetch(
     """See `pallas_kernels.fetch.fetch`; the counts of the plan instead of the plan."""
     requests, width = plan.host_row.shape
     how = how or tuning(requests, rows_per_space * pool.shape[1] * 4)
-    programs, words, copiers = how.programs, pool.shape[1], _bulk_lanes(how, pool.shape[1], requests)
+    programs = how.programs
 
     def fetch_kernel(
         host_row_ref: Any, slot_ref: Any, count_ref: Any, base_ref: Any, space_ref: Any, group_ref: Any, pool_ref: Any,
-        hot_ref: Any, done_ref: Any, starts: Any, *scratch: Any,
+        hot_ref: Any, done_ref: Any, starts: Any, *lists: Any,
     ) -> None:  # fmt: skip
         number, program = lax.axis_index("program"), Program(how.threads, lax.axis_index("thread"))
-        lists, held = Lists(*scratch[: len(Lists._fields)]), scratch[len(Lists._fields) :]
+        lists = Lists(*lists)
 
         def sum_counts(chunk: Any, before: Array) -> Array:
             request = program.places(requests, chunk)
@@ -69,14 +67,11 @@ def fetch(
                 return indexed.gather(host_row_ref, place), slot + indexed.gather(base_ref, request, 0)
 
             in_address_order(program, lists, LISTED, row_at, buckets=how.buckets, rows_per_space=rows_per_space)
-            rows = pool_ref, hot_ref.at[group_ref[0]], lists.from_rows, lists.to_rows
-            count, offset = jnp.minimum(share - turn * LISTED, LISTED), space_ref[0] * rows_per_space
-            if copiers:
-                bulk.copy_rows(*rows, count, *held, source_offset=offset)
-            else:
-                indexed.copy_rows(
-                    *rows, count, threads=how.threads, aligned="source", source_offset=offset, in_flight=how.in_flight
-                )
+            indexed.copy_rows(
+                pool_ref, hot_ref.at[group_ref[0]], lists.from_rows, lists.to_rows,
+                jnp.minimum(share - turn * LISTED, LISTED), threads=how.threads, aligned="source",
+                source_offset=space_ref[0] * rows_per_space, in_flight=how.in_flight,
+            )  # fmt: skip
             indexed.barrier()
             return _
 
@@ -85,24 +80,12 @@ def fetch(
     run = plgpu.kernel(
         fetch_kernel, out_type=jax.ShapeDtypeStruct((requests,), jnp.int32), grid=(programs,), grid_names=("program",),
         num_threads=how.threads, thread_name="thread",
-        scratch_types=[
-            plgpu.SMEM((requests,), jnp.int32), *Lists.types(LISTED, how.buckets),
-            *(bulk.scratch_types(words, copiers) if copiers else ()),
-        ],
+        scratch_types=[plgpu.SMEM((requests,), jnp.int32), *Lists.types(LISTED, how.buckets)],
     )  # fmt: skip
     hot_ref = jax.new_ref(hot_rows)
     flat = plan.host_row.reshape(-1), plan.slot.reshape(-1), plan.count
     done = run(*flat, base, space.reshape(1), group.reshape(1), pool, hot_ref)
     return jax.freeze(hot_ref), done
-
-
-def _bulk_lanes(how: Tuning, words: int, requests: int) -> int:
-    """Lanes that have the bulk copy engine copy: as many as asked for and held; 0 for rows that it can't copy."""
-    if not bulk.can_copy(words):
-        return 0
-    lists = 4 * (requests + 2 * LISTED + how.buckets) + 8 * 1024  # with what they are aligned to
-    held = (SHARED_BYTES - lists) // bulk.held_bytes(words)
-    return max(0, min(how.bulk, how.threads * indexed.LANES, held))
 
 
 def unsupported(words: int, rows: int) -> str | None:

@@ -14,16 +14,14 @@ class Tuning(NamedTuple):
     Attributes:
       programs: persistent grid. A small one leaves the multiprocessors to what runs beside it.
       threads: warpgroups of a program, at most 8.
-      in_flight: loads of 16 bytes a lane has under way; none of `bulk`.
+      in_flight: loads of 16 bytes a lane has under way.
       buckets: of host rows, to fetch in address order; 0: in the order of the plan.
-      bulk: how many lanes of a program copy rows by the bulk copy engine, one at a time; 0: all lanes copy lines.
     """
 
     programs: int = 16
     threads: int = 8
     in_flight: int = 4
     buckets: int = 0
-    bulk: int = 0
 
 
 def tuning(requests: int, span_bytes: int, *, beside: bool = False) -> Tuning:

@@ -73,9 +73,9 @@ def test_parts():
         return selection_parts(layout, **options)
 
     with abstract_gpu():
-        assert [chosen(n, 65536, implementation="mosaic_gpu") for n in (15, 16, 43)] == [1, 2, 2]
-        assert [chosen(n, 32768, implementation="mosaic_gpu") for n in (16, 32, 33)] == [1, 1, 2]
-        assert chosen(43, 32760) == 1
+        assert [chosen(n, 65536, implementation="mosaic_gpu") for n in (16, 17, 43)] == [1, 2, 2]
+        assert [chosen(n, 32768, implementation="mosaic_gpu") for n in (17, 43, 44)] == [1, 1, 2]
+        assert chosen(44, 32760, implementation="mosaic_gpu") == 1
     assert chosen(43, 65536, implementation="xla") == 1
     assert [chosen(43, 32768, residency, wanted=3) for residency in ("full", "no_io", "hisparse")] == [1, 1, 3]
     assert chosen(2, 64, wanted=5) == 2

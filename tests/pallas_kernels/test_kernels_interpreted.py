@@ -80,9 +80,9 @@ def test_resolve_and_fetch(selected, hot_slots, buckets, walk):
     check_counters(np.stack(counters), walk, selected)
 
 
-@pytest.mark.parametrize("programs, buckets, bulk", [(1, 0, 0), (3, 0, 0), (3, 4, 0), (3, 4, 32)])
-def test_fetch(programs, buckets, bulk):
-    counts, width, words = [2, 0, 4], 4, 8 if bulk else 6
+@pytest.mark.parametrize("programs, buckets", [(1, 0), (3, 0), (3, 4)])
+def test_fetch(programs, buckets):
+    counts, width, words = [2, 0, 4], 4, 6
     rng = np.random.default_rng(0)
     host_row = np.stack([rng.permutation(20)[:width] for _ in counts]).astype(np.int32)
     slot = np.stack([rng.permutation(5)[:width] for _ in counts]).astype(np.int32)
@@ -94,7 +94,7 @@ def test_fetch(programs, buckets, bulk):
     got, done = jax.jit(
         lambda pool, hot: fetch_kernel.fetch(
             pool, hot, plan, jnp.arange(3, dtype=jnp.int32) * 5, jnp.int32(1), jnp.int32(1), rows_per_space=20,
-            how=FetchTuning(programs, 1, 2, buckets, bulk),
+            how=FetchTuning(programs, 1, 2, buckets),
         )
     )(pool, jnp.zeros_like(want))  # fmt: skip
     same(got, want, "hot rows")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import bulk, indexed
+from pallas_kernels import indexed
 from pallas_kernels.backup import arg_specs as backup_specs
 from pallas_kernels.backup import backup
 from pallas_kernels.backup.tuning import Tuning as BackupTuning
@@ -82,19 +82,6 @@ def test_fetch(name, kind):
     lower(functools.partial(fetch, **options, implementation="mosaic_gpu"), args, kind)
 
 
-@pytest.mark.parametrize("name", fetch_specs.SPECS)
-def test_fetch_by_the_bulk_copy_engine(name):
-    """Pieces are equal parts of a row, and shared memory has room for all that are under way."""
-    args, options = fetch_specs.abstract_args(fetch_specs.SPECS[name])
-    text = lower(
-        functools.partial(fetch_kernel.fetch, **options, how=FetchTuning(2, 1, 2, 64, 128)), args, "NVIDIA H200"
-    )
-    words = args["pool"].shape[1]
-    assert ("cp.async.bulk" in text) == bulk.can_copy(words) == (words % 4 == 0)
-    if bulk.can_copy(words):
-        assert words % bulk.piece_words(words) == 0 and 4 * bulk.piece_words(words) <= bulk.LARGEST_PIECE
-
-
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("name", backup_specs.SPECS)
 def test_backup(name, kind):
@@ -123,9 +110,7 @@ def test_no_operand_of_an_emitted_word_is_one_value(buckets, monkeypatch):
 
         lower_for_cuda(run, args)
     args, options = fetch_specs.abstract_args(fetch_specs.SPECS["dsa_mla_bf16"])
-    for bulk_lanes in (0, 64):
-        how = FetchTuning(16, 8, 2, buckets, bulk_lanes)
-        lower(functools.partial(fetch_kernel.fetch, **options, how=how), args, "NVIDIA H200")
+    lower(functools.partial(fetch_kernel.fetch, **options, how=FetchTuning(16, 8, 2, buckets)), args, "NVIDIA H200")
 
 
 @pytest.mark.parametrize("span_bytes", [0, 1 << 30, 43 * 32768 * 1152, 1 << 33, 1 << 36])
