@@ -57,8 +57,13 @@ class QuestAttention(nnx.Module):
         config = self.config
         with jax.named_scope("project"):
             query = self.query(x).reshape(len(x), config.query_heads, config.head_dim)
-            key = self.key(x).reshape(len(x), config.kv_heads, config.head_dim)
-            value = self.value(x).reshape(key.shape)
+            # For a GPU XLA makes of one row times these two kernels a multiplication that writes all products to
+            # memory, rounded, and sums (docs/throughput.md). Two equal rows stay a matmul.
+            rows = jnp.broadcast_to(x, (2, x.shape[1])) if len(x) == 1 else x
+            key, value = (
+                projection(rows)[: len(x)].reshape(len(x), config.kv_heads, config.head_dim)
+                for projection in (self.key, self.value)
+            )
             if config.qk_norm:
                 query, key = self.query_norm(query), self.key_norm(key)
             query, key = (

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from models.config import RopePairing
-
-_MATMUL_OF_A_ROW = 10_000_000  # weights; a row times as many stays a matmul in XLA
 
 
 def precision(dtype: DTypeLike) -> lax.Precision | None:
@@ -61,20 +58,8 @@ def rotate(x: Array, position: Array, frequency: Array, pairing: RopePairing, fa
 def linear(inputs: int, outputs: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Linear:
     """A projection whose parameters and arithmetic are of one type."""
     return nnx.Linear(
-        inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, precision=precision(dtype),
-        dot_general=_product, rngs=rngs,
-    )  # fmt: skip
-
-
-def _product(x: Array, kernel: Array, dimensions: lax.DotDimensionNumbers, **options: Any) -> Array:
-    """`lax.dot_general`; a row times a small kernel is done as two equal rows.
-
-    For a GPU XLA makes of that one row a multiplication, which may write every product to memory, rounded, and a sum
-    (docs/throughput.md).
-    """
-    if x.shape[:-1] != (1,) or kernel.size >= _MATMUL_OF_A_ROW:
-        return lax.dot_general(x, kernel, dimensions, **options)
-    return lax.dot_general(jnp.broadcast_to(x, (2, x.shape[1])), kernel, dimensions, **options)[:1]
+        inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, precision=precision(dtype), rngs=rngs
+    )
 
 
 class RMSNorm(nnx.Module):

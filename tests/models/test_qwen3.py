@@ -51,6 +51,19 @@ def test_caches_after_a_prompt(family, data):
             np.testing.assert_allclose(by_token[:, number], want, rtol=0, atol=TOLERANCE)
 
 
+def test_one_row_is_projected_as_any_other(data):
+    """Its keys and values are of two equal rows, whose matmul XLA leaves one."""
+    opened = open_folder(data / "qwen3", rule=RULE)
+    attention = opened.model.module(opened.load()).layers[0].attention
+    x, position = jax.random.normal(jax.random.key(0), (3, 64)), jnp.arange(3)
+    row = slice(1, 2)
+    got = jax.jit(attention.project)(x[row], position[row])
+    for one, several in zip(got, attention.project(x, position), strict=True):
+        np.testing.assert_allclose(one, several[row], rtol=0, atol=TOLERANCE)
+    text = jax.jit(attention.project).lower(x[row], position[row]).as_text()
+    assert text.count("(tensor<2x64xf32>, tensor<64x32xf32>)") == 2 == text.count("x64xf32>, tensor<64x32xf32>)")
+
+
 def test_qwen3_configs(data):
     dense, moe = (read_config(data / family) for family in ("qwen3", "qwen3_moe"))
     shared = {
