@@ -98,11 +98,11 @@ class Setting:
         """One step: fused, as two kernels (`apart`), or the portable implementation (`xla`)."""
         hot, ids, ages = state
         zero, base = jnp.int32(0), fixed["base"]
-        args = (selected, fixed["length"], ids, ages, fixed["page_table"], table)
+        args = (selected, fixed["length"], ids, ages, fixed["page_table"], base, table)
         if xla:
             got = reference.resolve(*args, ring_slots=RING, page_records=1)
         else:
-            rows = (pool, hot, base, zero, zero) if io and not apart else None
+            rows = (pool, hot, zero, zero) if io and not apart else None
             got, new = mosaic_gpu.resolve(
                 *args, ring_slots=RING, page_records=1, rows=rows, rows_per_space=self.rows, how=how
             )

@@ -48,17 +48,16 @@ def resolve(
       busy: about how many requests are active, for the launch; all of them if None.
     """
     layout = cache.layout
-    base = cache.base[:, None]
     if layout.is_full:
         found = jnp.sum(selected >= 0, axis=1, dtype=jnp.int32)
         counters = jnp.stack([found, jnp.zeros_like(found), jnp.zeros_like(found)], axis=1)
         cache = cache.replace(counters=cache.counters.at[address.table].add(counters))
-        return Resolution(selected, jnp.where(selected >= 0, base + selected, -1), None), cache
+        return Resolution(selected, jnp.where(selected >= 0, cache.base[:, None] + selected, -1), None), cache
     tables = cache.slot_ids, cache.recency, cache.page_table
     sizes = {"ring_slots": layout.ring_slots, "page_records": layout.page_records, "implementation": implementation}
     with jax.named_scope("resolve"):
         if layout.residency == "no_io":
-            found = resolve_kernel.resolve(selected, cache.length, *tables, address.table, **sizes)
+            found = resolve_kernel.resolve(selected, cache.length, *tables, cache.base, address.table, **sizes)
         else:
             found, rows = resolve_kernel.resolve_and_fetch(
                 cache.pool, cache.hot_rows[address.position], selected, cache.length, *tables, cache.base,
@@ -67,8 +66,7 @@ def resolve(
             cache = with_rows(cache, address.position, rows)
     counters = cache.counters.at[address.table].add(found.counters)
     cache = cache.replace(slot_ids=found.slot_ids, recency=found.recency, counters=counters)
-    place = jnp.where(found.slots >= 0, base + found.slots, -1)
-    return Resolution(selected, place, found.plan), cache
+    return Resolution(selected, found.place, found.plan), cache
 
 
 def selection_parts(layout: Layout, wanted: int | None = None, implementation: Implementation = "auto") -> int:

@@ -85,6 +85,7 @@ class _Cluster:
             "%tid.x": np.arange(count) % program.threads,
             "%ctaid.x": number * program.blocks + self.block,
             "%cluster_ctaid.x": self.block,
+            "%lanemask_lt": (np.uint64(1) << (np.arange(self.count, dtype=np.uint64) % np.uint64(32))) - np.uint64(1),
         }
         self.shared = rng.integers(0, 256, program.blocks * SHARED_BYTES).astype(np.uint8)
         self.registers: dict[str, np.ndarray] = {}
@@ -174,8 +175,9 @@ class _Cluster:
             self._put(data, who, self.starts[int(number[1])])
             return
         names = [n.strip() for n in data.strip("{}").split(",")]
-        size = 4 * len(names)
-        assert operation.endswith(("32",)), operation
+        assert operation.endswith(("32", "16")), operation
+        one = 2 if operation.endswith("16") else 4  # bytes
+        size = one * len(names)
         found = re.fullmatch(r"\[([^+\]]+)(?:\+(-?\d+))?\]", place)
         assert found, place
         address = self._get(found[1], who).astype(np.int64) + int(found[2] or 0)
@@ -194,16 +196,20 @@ class _Cluster:
             )
             memory = self.memory
         assert not (address % size).any(), f"{operation} {args}: misaligned"
-        words, word = memory.view(np.uint32), address // 4
+        words, word = memory.view(np.uint16 if one == 2 else np.uint32), address // one
         if operation.startswith("atom"):
-            assert ".add.u32" in operation
-            np.add.at(words, word, self._get(args[2], who).astype(np.uint32))
+            assert operation.endswith((".add.u32", ".or.b32"))
+            change = np.add if operation.endswith("add.u32") else np.bitwise_or
+            change.at(words, word, self._get(args[2], who).astype(np.uint32))
             return
         for i, name in enumerate(names):
             if not store:
-                self._put(name, who, words[word + i].astype(np.uint64))
+                loaded = words[word + i]
+                if operation.endswith("s16"):
+                    loaded = loaded.view(np.int16).astype(np.int32).view(np.uint32)
+                self._put(name, who, loaded.astype(np.uint64))
                 continue
-            value = self._get(name, who).astype(np.uint32)
+            value = self._get(name, who).astype(words.dtype)
             words[word + i] = value
             assert (words[word + i] == value).all(), f"{operation} {args}: several values for one place"
 
@@ -267,6 +273,9 @@ def _signed_of(kind: list[str], bits: int, values: list[np.ndarray], function: A
 def _multiply(kind: list[str], bits: int, values: list[np.ndarray]) -> np.ndarray:
     if kind[1] == "wide":
         return _signed_of(kind, 32, [v & U32 for v in values], lambda a, b: a * b)
+    if kind[1] == "hi":
+        assert kind[2] == "u32"
+        return values[0] * values[1] >> np.uint64(32)
     return values[0] * values[1]
 
 

@@ -38,12 +38,13 @@ def replay(
     slots = jnp.arange(hot_slots, dtype=jnp.int32)
     ids = jnp.broadcast_to(slots if in_place else jnp.full_like(slots, -1), (1, streams, hot_slots))
     recency = jnp.broadcast_to(slots.astype(jnp.int16), (1, streams, hot_slots))
-    no_pages = jnp.zeros((streams, 1), jnp.int32)
+    no_pages, base = jnp.zeros((streams, 1), jnp.int32), jnp.zeros(streams, jnp.int32)
 
     def step(tables: tuple[Array, Array], one: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         found = resolve(
-            *one, *tables, no_pages, 0, ring_slots=ring_slots, page_records=2**30, order=order, implementation="xla"
-        )
+            *one, *tables, no_pages, base, 0, ring_slots=ring_slots, page_records=2**30, order=order,
+            implementation="xla",
+        )  # fmt: skip
         return (found.slot_ids, found.recency), found.counters
 
     return lax.scan(step, (ids, recency), (selected, length))[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolve: from selected record ids to hot slots, with what is missing and the new tables."""
+"""Resolve: from selected record ids to places among the hot rows, with what is missing and the new tables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_HOT_SLOTS = 32767  # recency is int16
 
 @shared("ring_slots", "page_records", "order", "implementation")
 def resolve(
-    selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, table: Array | int, *,
-    ring_slots: int, page_records: int, order: reference.Order = reference.hit_first_lru,
+    selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, base: Array,
+    table: Array | int, *, ring_slots: int, page_records: int, order: reference.Order = reference.hit_first_lru,
     implementation: Implementation = "auto",
 ) -> Resolved:  # fmt: skip
     """Finds the hot slot of every selected record and gives the missing ones a slot.
@@ -34,20 +34,22 @@ def resolve(
       slot_ids: int32 `[tables, R, H]`, the record each slot holds, -1 if none.
       recency: int16 `[tables, R, H]`, a permutation of the slots, the one to replace first in front.
       page_table: int32 `[R, pages]`, host page of every `page_records` records.
+      base: int32 `[R]`, row of a hot buffer where a request's slots begin.
       table: int32 scalar, which table to use and to change.
       ring_slots: W, at least 1.
       page_records: records of one host page.
       order: rule of replacement; hit-first LRU if not given.
       implementation: "auto", "xla" or "mosaic_gpu".
     Returns:
-      slots, plan, counters and the new tables; see `Resolved`.
+      places, plan, counters and the new tables; see `Resolved`.
     Raises:
       ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
     """
     chosen = _choose(
-        "resolve", implementation, selected, length, slot_ids, recency, page_table, ring_slots, page_records, order
-    )
-    args = (selected, length, slot_ids, recency, page_table, jnp.asarray(table, jnp.int32))
+        "resolve", implementation, selected, length, slot_ids, recency, page_table, base, ring_slots, page_records,
+        order,
+    )  # fmt: skip
+    args = (selected, length, slot_ids, recency, page_table, base, jnp.asarray(table, jnp.int32))
     if chosen == "mosaic_gpu":
         return mosaic_gpu.resolve(*args, ring_slots=ring_slots, page_records=page_records)[0]
     return reference.resolve(*args, ring_slots=ring_slots, page_records=page_records, order=order)
@@ -63,7 +65,7 @@ def resolve_and_fetch(
     """Resolve, and the fetch of its plan, in one kernel where there is one.
 
     ```
-    resolved = resolve(selected, length, slot_ids, recency, page_table, table, ...)
+    resolved = resolve(selected, length, slot_ids, recency, page_table, base, table, ...)
     return resolved, fetch(pool, hot_rows, resolved.plan, base, space, group, rows_per_space=rows_per_space)
     ```
 
@@ -74,15 +76,14 @@ def resolve_and_fetch(
     """
     check("resolve_and_fetch", "hot_rows", hot_rows, (None, None, None), jnp.uint32)
     check("resolve_and_fetch", "pool", pool, (None, hot_rows.shape[2]), jnp.uint32)
-    check("resolve_and_fetch", "base", base, (selected.shape[0],), jnp.int32)
     chosen = _choose(
-        "resolve_and_fetch", implementation, selected, length, slot_ids, recency, page_table, ring_slots, page_records,
-        order, words=hot_rows.shape[2],
+        "resolve_and_fetch", implementation, selected, length, slot_ids, recency, page_table, base, ring_slots,
+        page_records, order, words=hot_rows.shape[2],
     )  # fmt: skip
     table, space, group = (jnp.asarray(x, jnp.int32) for x in (table, space, group))
-    args = (selected, length, slot_ids, recency, page_table, table)
+    args = (selected, length, slot_ids, recency, page_table, base, table)
     if chosen == "mosaic_gpu":
-        rows = (pool, hot_rows, base, space, group)
+        rows = (pool, hot_rows, space, group)
         return mosaic_gpu.resolve(
             *args, ring_slots=ring_slots, page_records=page_records, rows=rows, rows_per_space=rows_per_space,
             busy=busy,
@@ -95,7 +96,7 @@ def resolve_and_fetch(
 
 def _choose(
     operation: str, implementation: str, selected: Array, length: Array, slot_ids: Array, recency: Array,
-    page_table: Array, ring_slots: int, page_records: int, order: reference.Order, words: int = 0,
+    page_table: Array, base: Array, ring_slots: int, page_records: int, order: reference.Order, words: int = 0,
 ) -> str:  # fmt: skip
     """Checks the arguments and gives back the implementation to run."""
     _, requests, hot_slots = slot_ids.shape if slot_ids.ndim == 3 else (0, 0, 0)
@@ -104,6 +105,7 @@ def _choose(
     check(operation, "selected", selected, (requests, None), jnp.int32)
     check(operation, "length", length, (requests,), jnp.int32)
     check(operation, "page_table", page_table, (requests, None), jnp.int32)
+    check(operation, "base", base, (requests,), jnp.int32)
     if not selected.shape[1] <= hot_slots <= MAX_HOT_SLOTS:
         raise ValueError(
             f"{operation}: hot slots must be between K = {selected.shape[1]} and {MAX_HOT_SLOTS}, got {hot_slots}"

@@ -8,7 +8,7 @@ its share of the rows, and the first ones publish. With E evictable slots and M 
 2. probe    slots in recency order: hit if the bitmap has the slot's id, whose rank is its place among the selected.
             `order` gets the evictable slots from the front and the hit ones from the back;
 3. place    each selected id: ring slot, hit slot, or as the m-th miss the victim order[m];
-4. publish  slots, plan and counters; new recency = order[M:E], order[:M], hits; new ids of the victims;
+4. publish  places, plan and counters; new recency = order[M:E], order[:M], hits; new ids of the victims;
 5. fetch    row of miss m to slot order[m]. Rows of a wide pool are first put into buckets by address: all programs then
             sweep it in one direction, which the link's address translation rewards (docs/kernels.md).
 
@@ -50,14 +50,14 @@ def unsupported(selected: int, hot_slots: int, context: int, words: int = 0) -> 
 
 
 def resolve(
-    selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, table: Array, *,
+    selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, base: Array, table: Array, *,
     ring_slots: int, page_records: int, rows: tuple[Array, ...] | None = None, rows_per_space: int = 0,
     busy: int | None = None, how: Tuning | None = None,
 ) -> tuple[Resolved, Any]:  # fmt: skip
     """See `pallas_kernels.resolve.resolve` and `resolve_and_fetch`.
 
     Args:
-      rows: None, or pool, hot rows, base, space and group: then the misses are fetched too.
+      rows: None, or pool, hot rows, space and group: then the misses are fetched too.
     Returns:
       What resolve gives, and the new hot rows or None.
     """
@@ -70,9 +70,9 @@ def resolve(
     bitmap_words = -(-context // 32)
 
     def resolve_kernel(*refs: Any) -> None:
-        rows_refs, refs = (refs[:5], refs[5:]) if rows else ((), refs)
-        selected_ref, length_ref, pages_ref, table_ref, ids_ref, ages_ref = refs[:6]
-        slots_ref, host_row_ref, slot_ref, count_ref, counters_ref, *shared = refs[6:]
+        rows_refs, refs = (refs[:4], refs[4:]) if rows else ((), refs)
+        selected_ref, length_ref, pages_ref, base_ref, table_ref, ids_ref, ages_ref = refs[:7]
+        place_ref, host_row_ref, slot_ref, count_ref, counters_ref, *shared = refs[7:]
         order, slot_of_place, host_rows, words, first, scratch, *sweep = shared
         request, thread = lax.axis_index("request"), lax.axis_index("thread")
         number = lax.axis_index("program") if programs > 1 else jnp.int32(0)
@@ -81,8 +81,8 @@ def resolve(
         wait_late = program.one_round(width)  # just before the tables are written, or before a loop that writes them
         ids_ref, ages_ref = (r.at[table_ref[0], request] for r in (ids_ref, ages_ref))
         selected_ref, pages_ref = selected_ref.at[request], pages_ref.at[request]
-        slots_ref, host_row_ref, slot_ref = (r.at[request] for r in (slots_ref, host_row_ref, slot_ref))
-        length = length_ref[request]
+        place_ref, host_row_ref, slot_ref = (r.at[request] for r in (place_ref, host_row_ref, slot_ref))
+        length, base = length_ref[request], base_ref[request]
 
         def scratch_of(chunk: Any) -> Any:
             return scratch.at[chunk % 2] if not isinstance(chunk, int) else scratch.at[chunk]
@@ -97,7 +97,7 @@ def resolve(
                 at = places(width, chunk)
                 ids = indexed.gather(selected_ref, at)
                 ids = jnp.where((ids >= 0) & (length > 0), ids, -1)
-                indexed.scatter(slots_ref, at, ids)
+                indexed.scatter(place_ref, at, jnp.where(ids >= 0, base + ids, -1))
                 indexed.scatter(host_row_ref, at, -1)
                 indexed.scatter(slot_ref, at, -1)
                 _, found = indexed.prefix_count(scratch_of(chunk), _flag(ids >= 0), threads=threads)
@@ -174,7 +174,7 @@ def resolve(
 
             @pl.when(publisher(0))
             def _() -> None:
-                indexed.scatter(slots_ref, at, jnp.where(is_selected, slot, -1))
+                indexed.scatter(place_ref, at, jnp.where(is_selected, base + slot, -1))
                 indexed.scatter(ids_ref, jnp.where(miss, victim, -1), ids)
 
             return tuple(a + b for a, b in zip(sums, found, strict=True))
@@ -202,7 +202,7 @@ def resolve(
             return one
 
         def fetch(misses: Array) -> None:
-            pool_ref, hot_ref, base_ref, space_ref, group_ref = rows_refs
+            pool_ref, hot_ref, space_ref, group_ref = rows_refs
             plan: list[Any] = [host_rows, order, misses, number, programs]
             if how.buckets:
                 lists, most = Lists(*sweep), -(-width // programs)
@@ -216,7 +216,7 @@ def resolve(
                 plan = [lists.from_rows, lists.to_rows, lax.div(misses - number + (programs - 1), jnp.int32(programs))]
             indexed.copy_rows(
                 pool_ref, hot_ref.at[group_ref[0]], *plan, threads=threads, aligned="source",
-                source_offset=space_ref[0] * rows_per_space, target_offset=base_ref[request], in_flight=how.in_flight,
+                source_offset=space_ref[0] * rows_per_space, target_offset=base, in_flight=how.in_flight,
                 copiers=how.copiers,
             )  # fmt: skip
 
@@ -281,13 +281,13 @@ def resolve(
     )  # fmt: skip
     ids_ref, ages_ref = jax.new_ref(slot_ids), jax.new_ref(recency)
     hot_ref = None
-    operands: tuple[Any, ...] = (selected, length, page_table, table.reshape(1), ids_ref, ages_ref)
+    operands: tuple[Any, ...] = (selected, length, page_table, base, table.reshape(1), ids_ref, ages_ref)
     if rows:
-        pool, hot_rows, base, space, group = rows
+        pool, hot_rows, space, group = rows
         hot_ref = jax.new_ref(hot_rows)
-        operands = (pool, hot_ref, base, space.reshape(1), group.reshape(1), *operands)
-    slots, host_row, slot, count, counters = run(*operands)
-    resolved = Resolved(slots, Plan(host_row, slot, count), counters, jax.freeze(ids_ref), jax.freeze(ages_ref))
+        operands = (pool, hot_ref, space.reshape(1), group.reshape(1), *operands)
+    place, host_row, slot, count, counters = run(*operands)
+    resolved = Resolved(place, Plan(host_row, slot, count), counters, jax.freeze(ids_ref), jax.freeze(ages_ref))
     return resolved, None if hot_ref is None else jax.freeze(hot_ref)
 
 

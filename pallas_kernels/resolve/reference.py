@@ -109,7 +109,7 @@ def resolve_row(
 
 
 def resolve(
-    selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, table: Array, *,
+    selected: Array, length: Array, slot_ids: Array, recency: Array, page_table: Array, base: Array, table: Array, *,
     ring_slots: int, page_records: int, order: Order = hit_first_lru,
 ) -> Resolved:  # fmt: skip
     """See `pallas_kernels.resolve.resolve`."""
@@ -118,4 +118,5 @@ def resolve(
         return resolve_row(*args, ring_slots=ring_slots, page_records=page_records, order=order)
 
     slots, plan, counters, ids, ages = jax.vmap(row)(selected, length, slot_ids[table], recency[table], page_table)
-    return Resolved(slots, plan, counters, slot_ids.at[table].set(ids), recency.at[table].set(ages))
+    place = jnp.where(slots >= 0, base[:, None] + slots, -1)
+    return Resolved(place, plan, counters, slot_ids.at[table].set(ids), recency.at[table].set(ages))

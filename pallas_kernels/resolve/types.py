@@ -26,14 +26,15 @@ class Resolved(NamedTuple):
     """Result of resolve.
 
     Attributes:
-      slots: int32 `[R, K]`, in the order of `selected`, relative to the request's first slot; -1 where nothing is.
+      place: int32 `[R, K]`, in the order of `selected`, the row of a hot buffer (first of the request plus slot);
+        -1 where nothing is.
       plan: what has to be fetched.
       counters: int32 `[R, 3]`: hits (ring included), ring hits, misses. Hits and misses add up to the selected.
       slot_ids: int32 `[tables, R, H]`, the new tables.
       recency: int16 `[tables, R, H]`, the new orders.
     """
 
-    slots: Array
+    place: Array
     plan: Plan
     counters: Array
     slot_ids: Array

@@ -58,16 +58,16 @@ def test_resolve_and_fetch(selected, hot_slots, buckets, walk):
     options = dict(ring_slots=5, page_records=4)
 
     def kernel(hot, selected, length, ids, ages):
-        rows = (pool, hot, base, jnp.int32(1), jnp.int32(1))
+        rows = (pool, hot, jnp.int32(1), jnp.int32(1))
         return mosaic_gpu.resolve(
-            selected, length, ids, ages, pages, jnp.int32(1), **options, rows=rows, rows_per_space=rows_per_space,
+            selected, length, ids, ages, pages, base, jnp.int32(1), **options, rows=rows, rows_per_space=rows_per_space,
             how=Tuning(1, 1, 2, buckets),
         )  # fmt: skip
 
     step, want_of = jax.jit(kernel), jax.jit(functools.partial(reference.resolve, **options))
     state, counters = (jnp.asarray(ids), jnp.asarray(ages)), []
     for selected_ids, length in walk(sizes, 30, rng):
-        want = want_of(selected_ids, length, *state, pages, jnp.int32(1))
+        want = want_of(selected_ids, length, *state, pages, base, jnp.int32(1))
         got, hot = step(jnp.asarray(hot), selected_ids, length, *state)
         same(got, want, f"step {len(counters)}: ")
         plan = jax.tree.map(np.asarray, want.plan)

@@ -70,7 +70,7 @@ def test_resolve(name, kind):
     lower(fused, args, kind)
     if kind == "NVIDIA H200":
         del options["rows_per_space"]
-        for without in ("pool", "hot_rows", "base", "space", "group"):
+        for without in ("pool", "hot_rows", "space", "group"):
             del args[without]
         lower(functools.partial(resolve, **options, implementation="mosaic_gpu"), args, kind)
 
@@ -103,8 +103,8 @@ def test_no_operand_of_an_emitted_word_is_one_value(buckets, monkeypatch):
         args, options = resolve_specs.abstract_args(resolve_specs.SPECS[name])
 
         def run(args, options=options):
-            rows = tuple(args[n] for n in ("pool", "hot_rows", "base", "space", "group"))
-            names = ("selected", "length", "slot_ids", "recency", "page_table", "table")
+            rows = tuple(args[n] for n in ("pool", "hot_rows", "space", "group"))
+            names = ("selected", "length", "slot_ids", "recency", "page_table", "base", "table")
             how = Tuning(programs=2, threads=4, in_flight=2, buckets=buckets)
             return mosaic_gpu.resolve(*(args[n] for n in names), rows=rows, how=how, **options)
 

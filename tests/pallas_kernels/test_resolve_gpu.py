@@ -48,21 +48,22 @@ def run_trace(sizes, words, how, steps=200, walk=trace, fetch=True):
         expected = np.asarray(hot).copy()
 
         def kernel(pool, hot, selected, length, ids, ages):
-            rows = (pool, hot, base, space, group)
+            rows = (pool, hot, space, group)
             return mosaic_gpu.resolve(
-                selected, length, ids, ages, pages, table, **options, rows=rows, rows_per_space=rows_per_space, how=how
-            )
+                selected, length, ids, ages, pages, base, table, **options, rows=rows, rows_per_space=rows_per_space,
+                how=how,
+            )  # fmt: skip
 
         step = jax.jit(kernel, donate_argnums=(1, 4, 5))
     else:
         pool = hot = None
-        step = jax.jit(lambda p, h, s, n, i, a: mosaic_gpu.resolve(s, n, i, a, pages, table, **options, how=how))
+        step = jax.jit(lambda p, h, s, n, i, a: mosaic_gpu.resolve(s, n, i, a, pages, base, table, **options, how=how))
 
     got_state = want_state = (jnp.asarray(ids), jnp.asarray(ages))
     got_state = jax.tree.map(jnp.copy, got_state)
     counters = []
     for number, (selected, length) in enumerate(walk(sizes, steps, rng)):
-        want = want_of(selected, length, *want_state, pages, table)
+        want = want_of(selected, length, *want_state, pages, base, table)
         got, hot = step(pool, hot, selected, length, *got_state)
         same(got, want, f"step {number}: ")
         got_state, want_state = (got.slot_ids, got.recency), (want.slot_ids, want.recency)
@@ -151,8 +152,8 @@ def test_in_place():
         def step(carry, x):
             hot, ids, ages = carry
             got, hot = mosaic_gpu.resolve(
-                *x, ids, ages, pages, jnp.int32(1), ring_slots=16, page_records=16,
-                rows=(pool, hot, base, jnp.int32(0), jnp.int32(1)), rows_per_space=rows_per_space, how=Tuning(4, 8, 4),
+                *x, ids, ages, pages, base, jnp.int32(1), ring_slots=16, page_records=16,
+                rows=(pool, hot, jnp.int32(0), jnp.int32(1)), rows_per_space=rows_per_space, how=Tuning(4, 8, 4),
             )  # fmt: skip
             return (hot, got.slot_ids, got.recency), got.counters
 
@@ -192,7 +193,7 @@ def test_array_api(options):
             implementation=implementation,
         )  # fmt: skip
         return (anchor, follower, resolved.slot_ids, resolved.recency), (
-            resolved.slots,
+            resolved.place,
             again,
             resolved.counters,
         )

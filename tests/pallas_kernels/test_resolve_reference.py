@@ -45,6 +45,7 @@ class Trace:
         self.tables = [[oracles.admitted_table(length, self.hot_slots) for length in lengths] for _ in range(TABLES)]
         self.slot_ids = int32([[table.ids for table in row] for row in self.tables])
         self.recency = jnp.asarray(np.array([[table.recency for table in row] for row in self.tables]))
+        self.base = int32(np.arange(REQUESTS)[::-1] * (self.hot_slots + self.ring_slots))
         self.pages = np.random.default_rng(7).permutation(REQUESTS * PAGES).reshape(REQUESTS, PAGES)
 
     def host_rows(self, request: int, missed: np.ndarray) -> np.ndarray:
@@ -57,7 +58,7 @@ class Trace:
 
     def step(self, selected: np.ndarray, lengths, table: int = 0) -> list[oracles.Resolved]:
         got = compiled(self.ring_slots, self.rule)(
-            int32(selected), int32(lengths), self.slot_ids, self.recency, int32(self.pages), jnp.int32(table)
+            int32(selected), int32(lengths), self.slot_ids, self.recency, int32(self.pages), self.base, jnp.int32(table)
         )
         want = [
             oracles.resolve_row(
@@ -72,7 +73,8 @@ class Trace:
         ]
         self.tables[table] = [one.table for one in want]
         self.slot_ids, self.recency = got.slot_ids, got.recency
-        same_bits(got.slots, np.stack([one.slots for one in want]))
+        slots = np.stack([one.slots for one in want])
+        same_bits(got.place, np.where(slots >= 0, np.asarray(self.base)[:, None] + slots, -1).astype(np.int32))
         same_bits(got.plan.host_row, np.stack([self.host_rows(r, one.missed) for r, one in enumerate(want)]))
         same_bits(got.plan.slot, np.stack([one.missed_slots for one in want]))
         same_bits(got.plan.count, np.array([one.misses for one in want], np.int32))
@@ -158,9 +160,9 @@ def test_an_inactive_row_keeps_its_tables_and_says_nothing():
     # What an inactive row has selected may be anything.
     stale = np.stack([padded([4, 5, 6], 3)] * REQUESTS)
     got = compiled(1)(
-        int32(stale), int32([0, 0, 0, 0]), trace.slot_ids, trace.recency, int32(trace.pages), jnp.int32(0)
+        int32(stale), int32([0, 0, 0, 0]), trace.slot_ids, trace.recency, int32(trace.pages), trace.base, jnp.int32(0)
     )
-    for part in (got.slots, got.plan.host_row, got.plan.slot):
+    for part in (got.place, got.plan.host_row, got.plan.slot):
         same_bits(part, np.full((REQUESTS, 3), -1, np.int32))
     same_bits(got.plan.count, np.zeros(REQUESTS, np.int32))
     same_bits(got.counters, np.zeros((REQUESTS, 3), np.int32))
@@ -180,10 +182,10 @@ def test_resolve_and_fetch_is_resolve_and_then_fetch():
     lengths = int32([40, 33, 0, 21])
     for number in range(6):
         selected = int32(np.stack([random_selection(rng, int(length), 8) for length in lengths]))
-        tables = (selected, lengths, trace.slot_ids, trace.recency, int32(trace.pages))
+        tables = (selected, lengths, trace.slot_ids, trace.recency, int32(trace.pages), base)
         want = compiled(4)(*tables, jnp.int32(1))
         want_rows, _ = then_fetch(pool, hot_rows, want.plan, base, jnp.int32(1), jnp.int32(0))
-        got, rows = fused(pool, hot_rows, *tables, base, jnp.int32(1), jnp.int32(1), jnp.int32(0))
+        got, rows = fused(pool, hot_rows, *tables, jnp.int32(1), jnp.int32(1), jnp.int32(0))
         jax.tree.map(same_bits, got, want)
         same_bits(rows, want_rows)
         assert number or want.plan.count.sum() > 0
@@ -197,6 +199,7 @@ def arguments(**changes):
         "slot_ids": jnp.zeros((1, 2, 4), jnp.int32),
         "recency": jnp.zeros((1, 2, 4), jnp.int16),
         "page_table": jnp.zeros((2, 5), jnp.int32),
+        "base": jnp.zeros(2, jnp.int32),
         "table": 0,
         "ring_slots": 1,
         "page_records": 4,
@@ -216,6 +219,7 @@ def arguments(**changes):
         ({"recency": jnp.zeros((1, 2, 5), jnp.int16)}, r"recency must have shape \[1, 2, 4\], got \[1, 2, 5\]"),
         ({"recency": jnp.zeros((1, 2, 4), jnp.int32)}, "recency must be int16, got int32"),
         ({"page_table": jnp.zeros((1, 5), jnp.int32)}, "page_table must have shape"),
+        ({"base": jnp.zeros(3, jnp.int32)}, r"base must have shape \[2\], got \[3\]"),
         ({"selected": jnp.zeros((2, 5), jnp.int32)}, "hot slots must be between K = 5 and 32767, got 4"),
         (
             {"slot_ids": jnp.zeros((1, 2, 32768), jnp.int32), "recency": jnp.zeros((1, 2, 32768), jnp.int16)},
