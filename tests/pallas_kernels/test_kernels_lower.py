@@ -210,7 +210,7 @@ def test_errors():
         backup(jnp.zeros((5, 2), jnp.uint32), jnp.zeros((1, 2), jnp.uint32), zeros(1), implementation="mosaic_gpu")
     with abstract_gpu(), pytest.raises(ValueError, match="multiple of 8 bytes, got 12"):
         backup(jnp.zeros((5, 3), jnp.uint32), jnp.zeros((1, 3), jnp.uint32), zeros(1), implementation="mosaic_gpu")
-    args = (zeros(1, 4), zeros(1), zeros(1, 1, 8), jnp.zeros((1, 1, 8), jnp.int16), zeros(1, 9), 0)
+    args = (zeros(1, 4), zeros(1), zeros(1, 1, 8), jnp.zeros((1, 1, 8), jnp.int16), zeros(1, 9), zeros(1), 0)
     with abstract_gpu(), pytest.raises(ValueError, match="hit-first LRU"):
         resolve(
             *args, ring_slots=1, page_records=1, order=lambda hit, loaded: jnp.arange(8), implementation="mosaic_gpu"
