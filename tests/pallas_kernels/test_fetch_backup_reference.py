@@ -94,7 +94,10 @@ def test_backup_of_nothing_changes_nothing():
 
 def test_fetch_and_backup_in_a_loop_never_copy_the_pool():
     """A pool of 8 MiB carried through a loop that reads and writes it: same buffer, nothing of its size beside it."""
-    pool = np.zeros((SPACES * ROWS_PER_SPACE * 100, 100), np.uint32)
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    # Of its own memory: what shares NumPy's, as a well aligned array may, can't be donated.
+    empty = functools.partial(jnp.zeros, (SPACES * ROWS_PER_SPACE * 100, 100), jnp.uint32)
+    pool = jax.jit(empty, out_shardings=host)()
     rng = np.random.default_rng(2)
     plan = random_plan(rng, (5, 3, 1))
     hot_rows = jnp.zeros((GROUPS, REQUESTS * SLOTS, 100), jnp.uint32)
@@ -111,16 +114,13 @@ def test_fetch_and_backup_in_a_loop_never_copy_the_pool():
 
         return jax.lax.fori_loop(0, 3, step, (pool, hot_rows))
 
-    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    # Of its own memory: what shares NumPy's, as a well aligned array may, can't be donated.
-    placed = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=host)()
     on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
     run = jax.jit(steps, donate_argnums=(0, 1), out_shardings=(host, on_device))
-    built = run.lower(placed, hot_rows, plan, base).compile()
+    built = run.lower(pool, hot_rows, plan, base).compile()
     assert built.memory_analysis().temp_size_in_bytes < pool.nbytes // 8
     assert built.memory_analysis().host_temp_size_in_bytes < pool.nbytes // 8
-    address = placed.unsafe_buffer_pointer()
-    new_pool, _ = built(placed, hot_rows, plan, base)
+    address = pool.unsafe_buffer_pointer()
+    new_pool, _ = built(pool, hot_rows, plan, base)
     assert new_pool.unsafe_buffer_pointer() == address
     assert new_pool.sharding.memory_kind == "pinned_host"
     assert np.asarray(new_pool)[:6].any()
