@@ -95,7 +95,7 @@ def topks(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
             "equal": [jnp.zeros_like(x) for x in normal],
         }
         length = jnp.full(spec.rows, spec.context, jnp.int32)
-        want_of = jax.jit(functools.partial(topk_reference.index_topk, k=spec.selected))
+        want_of = jax.jit(functools.partial(topk_reference.index_topk, k=spec.selected, newest=spec.newest))
         size = 4 * spec.rows * (spec.context + spec.selected)
         at = {"op": "index_topk", "name": name, **spec._asdict(), "bytes": size, **peak}
         at["floor_us"] = size / peak["hbm_read_gb_s"] / 1e3
@@ -105,7 +105,7 @@ def topks(peak: dict[str, float], *, sweep: bool) -> Iterator[dict[str, Any]]:
         )
         for kind, how in [*((kind, chosen) for kind in kinds), *(("normal", how) for how in others)]:
             inputs = [(x, length) for x in kinds[kind]]
-            run = functools.partial(topk_kernel.index_topk, k=spec.selected, how=how)
+            run = functools.partial(topk_kernel.index_topk, k=spec.selected, newest=spec.newest, how=how)
             record = at | {"scores": kind, "how": how._asdict()}
             try:
                 right = bool(jnp.array_equal(jax.jit(run)(*inputs[0]), want_of(*inputs[0])))

@@ -25,7 +25,7 @@ def visible_tokens(cache: Cache, selected: Array) -> Array:
 
 def attend_pages(
     cache: Cache, address: Address, resolution: Resolution, query: Array, head_mask: Array | None = None, *,
-    scale: float, dtype: DTypeLike, implementation: Implementation = "auto",
+    scale: float, dtype: DTypeLike, out_dtype: DTypeLike, implementation: Implementation = "auto",
 ) -> Array:  # fmt: skip
     """Attention of grouped query heads over the selected pages.
 
@@ -37,14 +37,15 @@ def attend_pages(
       head_mask: bool `[R, G, heads, K]`, pages each head attends to, if they differ by head.
       scale: factor of the logits.
       dtype: type of the stored keys and values.
+      out_dtype: of the result; sums are float32.
       implementation: of the kernel.
     Returns:
-      float32 `[R, G, heads, C]`.
+      `[R, G, heads, C]` of `out_dtype`.
     """
     with jax.named_scope("attention"):
         out, _ = sparse_gqa(
             query, cache.hot_rows[address.position], address.group, resolution.place,
-            visible_tokens(cache, resolution.selected), head_mask, scale=scale, dtype=dtype,
+            visible_tokens(cache, resolution.selected), head_mask, scale=scale, dtype=dtype, out_dtype=out_dtype,
             implementation=implementation,
         )  # fmt: skip
     return out

@@ -149,14 +149,7 @@ def _shared(
     scores = jnp.sum(scores, axis=(1, 2))
     if workload is not None:
         scores = synthetic_scores(scores, cache.length, layer, workload, clock=cache.tokens)
-    others = jnp.maximum(cache.length - rule.recent_pages, 0)
-    wanted = rule.budget_pages - rule.recent_pages
-    best = index_topk(scores, others, wanted, implementation=implementation)
-    # The best come ascending, and the newest after them.
-    found, at = jnp.minimum(others, wanted)[:, None], jnp.arange(rule.budget_pages)[None]
-    newest = others[:, None] + at - found
-    newest = jnp.where(newest < cache.length[:, None], newest, -1)
-    ids = jnp.where(at < found, jnp.pad(best, ((0, 0), (0, rule.recent_pages))), newest)
+    ids = index_topk(scores, cache.length, rule.budget_pages, newest=rule.recent_pages, implementation=implementation)
     return Selection(ids, None)
 
 
@@ -167,20 +160,15 @@ def _per_query_head(
     lists, pages = groups * heads, cache.layout.records
     with jax.named_scope("index_scores"):
         scores = quest_scores(query, index.key_min, index.key_max, layer, implementation=implementation)
-    others = jnp.maximum(cache.length - rule.recent_pages, 0)
-    wanted = rule.budget_pages - rule.recent_pages
-    flat = scores.reshape(requests * lists, -1)
-    best = index_topk(flat, jnp.repeat(others, lists), wanted, implementation=implementation)
-    best = best.reshape(requests, lists, wanted)
+    flat, length = scores.reshape(requests * lists, -1), jnp.repeat(cache.length, lists)
+    chosen = index_topk(flat, length, rule.budget_pages, newest=rule.recent_pages, implementation=implementation)
+    chosen = chosen.reshape(requests, lists, -1)
 
-    page = jnp.arange(pages)[None]
-    newest = (page >= others[:, None]) & (page < cache.length[:, None])
     rows, columns = jnp.arange(requests)[:, None, None], jnp.arange(lists)[None, :, None]
     attended = jnp.zeros((requests, lists, pages), jnp.bool_)
-    attended = attended.at[rows, columns, jnp.where(best >= 0, best, pages)].set(True, mode="drop")
-    attended |= newest[:, None]
+    attended = attended.at[rows, columns, jnp.where(chosen >= 0, chosen, pages)].set(True, mode="drop")
 
-    union = jnp.where(jnp.any(attended, axis=1), page, -1)
+    union = jnp.where(jnp.any(attended, axis=1), jnp.arange(pages)[None], -1)
     ids = _ascending(union)[:, : rule.width(lists, pages)]
     mask = jnp.take_along_axis(attended, jnp.maximum(ids, 0)[:, None], axis=2) & (ids >= 0)[:, None]
     return Selection(ids, mask.reshape(requests, groups, heads, -1))

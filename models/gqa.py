@@ -83,9 +83,9 @@ class QuestAttention(nnx.Module):
         resolution, cache = resolve(cache, address, selection.ids, self.implementation)
         out = attend_pages(
             cache, address, resolution, query, selection.head_mask, scale=self.config.head_dim**-0.5, dtype=key.dtype,
-            implementation=self.implementation,
+            out_dtype=x.dtype, implementation=self.implementation,
         )  # fmt: skip
-        return self.out(out.reshape(len(x), -1).astype(x.dtype)), cache, selection
+        return self.out(out.reshape(len(x), -1)), cache, selection
 
     def prefill(self, x: Array, stored: Array, layer: Array, start: Array) -> tuple[Array, Array]:
         """A chunk of one prompt, `[C, D]` at positions `start..`, densely; its keys and values go to `stored`.

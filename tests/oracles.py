@@ -315,10 +315,14 @@ class Cache:
 # --- the mathematics around the cache, in float64 -------------------------------------------------------------------
 
 
-def top_k(scores: np.ndarray, visible: int, k: int) -> np.ndarray:
-    """The k largest of `scores[:visible]`, equal scores to the lower position, ascending, -1 padded."""
-    order = sorted(range(visible), key=lambda position: (-float(scores[position]), position))
-    chosen = sorted(order[:k])
+def top_k(scores: np.ndarray, visible: int, k: int, newest: int = 0) -> np.ndarray:
+    """The k largest of `scores[:visible]`, equal scores to the lower position, ascending, -1 padded.
+
+    The last `newest` of the visible ones are among them whatever their scores.
+    """
+    others = max(visible - newest, 0)
+    order = sorted(range(others), key=lambda position: (-float(scores[position]), position))
+    chosen = sorted(order[: k - newest]) + list(range(others, visible))
     return np.array(chosen + [EMPTY] * (k - len(chosen)), np.int32)
 
 

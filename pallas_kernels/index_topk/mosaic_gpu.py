@@ -2,7 +2,7 @@
 """Exact top-k as a Mosaic GPU kernel: a threshold by radix digits, then a compaction that keeps the order of positions.
 
 A row is served by a cluster of programs, each with a share of its positions. Scores become int32 keys that sort alike
-(`digits.order_key`). For a row longer than k:
+(`digits.order_key`). For a row longer than k, of all but the newest, which the first program adds at the end:
 
 1. narrow   per digit of 11, 11 and 10 bits, from the top: a histogram of the keys that still may hold the threshold, in
             shared memory; the programs read each other's and find the digit in which the k-th largest key lies. When
@@ -41,7 +41,9 @@ def unsupported(context: int) -> str | None:
     return None
 
 
-def index_topk(scores: Array, length: Array, k: int, *, busy: int | None = None, how: Tuning | None = None) -> Array:
+def index_topk(
+    scores: Array, length: Array, k: int, *, newest: int = 0, busy: int | None = None, how: Tuning | None = None
+) -> Array:
     """See `pallas_kernels.index_topk.index_topk`."""
     rows, context = scores.shape
     how = how or tuning(busy or rows, context)
@@ -59,9 +61,10 @@ def index_topk(scores: Array, length: Array, k: int, *, busy: int | None = None,
         places, rounds = program.places, program.rounds
         scores_ref, out_ref = scores_ref.at[row], out_ref.at[row]
         length = jnp.minimum(length_ref[row], context)
-        share = lax.div(length + (programs * SHARE - 1), jnp.int32(programs * SHARE)) * SHARE
+        others = jnp.maximum(length - newest, 0)
+        share = lax.div(others + (programs * SHARE - 1), jnp.int32(programs * SHARE)) * SHARE
         begin = number * share
-        end = jnp.minimum(begin + share, length)
+        end = jnp.minimum(begin + share, others)
         zero = jnp.int32(0)
 
         def together() -> None:
@@ -134,7 +137,7 @@ def index_topk(scores: Array, length: Array, k: int, *, busy: int | None = None,
             for counts in histograms:
                 indexed.fill(counts, 0, threads)
             indexed.barrier()
-            threshold, wanted = narrow(0, zero, jnp.int32(k), length)
+            threshold, wanted = narrow(0, zero, jnp.int32(k - newest), others)
             source, offset = (keys, begin) if how.resident else (scores_ref, zero)
             digits.mark_keys(source, larger, equal, begin, end, offset, threshold, **pass_options)
             indexed.barrier()
@@ -177,6 +180,18 @@ def index_topk(scores: Array, length: Array, k: int, *, busy: int | None = None,
                 return sums[0] + chosen_here, sums[1] + ties_here
 
             rounds(words, compact, (zero, zero))
+
+            def add_newest(chunk: Any, _: Any) -> Any:
+                at = places(newest, chunk)
+                indexed.scatter(out_ref, jnp.where(at >= 0, k - newest + at, -1), others + at)
+                return _
+
+            if newest:
+
+                @pl.when(number == 0)
+                def _() -> None:
+                    rounds(newest, add_newest, zero)
+
             if programs > 1:
                 indexed.cluster_wait()
 

@@ -13,10 +13,10 @@ from pallas_kernels.sparse_gqa import mosaic_gpu, reference
 __all__ = ["sparse_gqa"]
 
 
-@shared("scale", "dtype", "implementation")
+@shared("scale", "dtype", "out_dtype", "implementation")
 def sparse_gqa(
     query: Array, hot_rows: Array, group: Array | int, place: Array, visible: Array, head_mask: Array | None = None, *,
-    scale: float, dtype: DTypeLike, implementation: Implementation = "auto",
+    scale: float, dtype: DTypeLike, out_dtype: DTypeLike = jnp.float32, implementation: Implementation = "auto",
 ) -> tuple[Array, Array]:  # fmt: skip
     """Softmax attention over the tokens of the selected records, read where they lie.
 
@@ -34,9 +34,10 @@ def sparse_gqa(
       head_mask: bool `[R, G, heads, K]`, the records each query head attends to; all of them if not given.
       scale: factor of the logits.
       dtype: type of the stored keys and values.
+      out_dtype: that the float32 result is rounded to.
       implementation: "auto", "xla" or "mosaic_gpu". The kernel has bfloat16 records and heads of 128 channels.
     Returns:
-      float32 `[R, G, heads, C]`, zero where nothing is attended, and the log-sum-exp of the logits, float32
+      `[R, G, heads, C]` of `out_dtype`, zero where nothing is attended, and the log-sum-exp of the logits, float32
       `[R, G, heads]`, -inf there.
     Raises:
       ValueError: an argument of a wrong shape or dtype, or an implementation that can't run here.
@@ -57,5 +58,5 @@ def sparse_gqa(
     reason = mosaic_gpu.unsupported(query, hot_rows, place, jnp.dtype(dtype), masked=head_mask is not None)
     args = query, hot_rows, jnp.asarray(group, jnp.int32), place, visible, head_mask
     if choose(implementation, "sparse_gqa", reason) == "mosaic_gpu":
-        return mosaic_gpu.sparse_gqa(*args, scale=scale)
-    return reference.sparse_gqa(*args, scale=scale, dtype=jnp.dtype(dtype))
+        return mosaic_gpu.sparse_gqa(*args, scale=scale, out_dtype=out_dtype)
+    return reference.sparse_gqa(*args, scale=scale, dtype=jnp.dtype(dtype), out_dtype=out_dtype)

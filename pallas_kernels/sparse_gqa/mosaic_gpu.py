@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import indexed, online_softmax, tiles
 from pallas_kernels.online_softmax import HEADS, TOKENS
@@ -60,7 +61,7 @@ def mask_words(head_mask: Array) -> Array:
 
 def sparse_gqa(
     query: Array, hot_rows: Array, group: Array, place: Array, visible: Array, head_mask: Array | None, *,
-    scale: float, how: Tuning | None = None,
+    scale: float, out_dtype: DTypeLike = jnp.float32, how: Tuning | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.sparse_gqa.sparse_gqa`; bfloat16 records. `how.split` must cover all tokens."""
     requests, kv_heads, heads, channels = query.shape
@@ -191,4 +192,4 @@ def sparse_gqa(
         thread_name="thread", scratch_types=scratch_types, compiler_params=online_softmax.COMPILER_PARAMS,
     )  # fmt: skip
     masks = (mask_words(head_mask),) if head_mask is not None else ()
-    return online_softmax.merge(*run(query, hot_rows, group.reshape(1), place, visible, *masks))
+    return online_softmax.merge(*run(query, hot_rows, group.reshape(1), place, visible, *masks), out_dtype)

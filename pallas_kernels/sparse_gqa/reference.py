@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.words import from_words
 
 
 def sparse_gqa(
     query: Array, hot_rows: Array, group: Array, place: Array, visible: Array, head_mask: Array | None, *, scale: float,
-    dtype: jnp.dtype,
+    dtype: jnp.dtype, out_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `pallas_kernels.sparse_gqa.sparse_gqa`."""
     requests, kv_heads, _, channels = query.shape
@@ -39,4 +40,4 @@ def sparse_gqa(
     total = jnp.sum(weight, axis=(-2, -1), keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1)
     out = jnp.einsum("rghkt,rktgc->rghc", weight.astype(dtype), value, **compute)
-    return out, (jnp.log(total) + top)[..., 0, 0]
+    return out.astype(out_dtype), (jnp.log(total) + top)[..., 0, 0]

@@ -48,8 +48,9 @@ def step(cache, key, value, query, rule):
     selection = select_pages(cache.index, cache, 0, query, rule, "xla")
     resolution, cache = resolve(cache, LAYER, selection.ids, "xla")
     out = attend_pages(
-        cache, LAYER, resolution, query, selection.head_mask, scale=SCALE, dtype=jnp.float32, implementation="xla"
-    )
+        cache, LAYER, resolution, query, selection.head_mask, scale=SCALE, dtype=jnp.float32, out_dtype=jnp.float32,
+        implementation="xla",
+    )  # fmt: skip
     return end_step(cache, "xla"), out
 
 

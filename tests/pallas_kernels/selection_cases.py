@@ -54,8 +54,8 @@ def poison(scores: np.ndarray, length) -> np.ndarray:
     return out
 
 
-def expected_topk(scores: np.ndarray, length, k: int) -> np.ndarray:
-    return np.stack([oracles.top_k(row, n, k) for row, n in zip(scores, length, strict=True)])
+def expected_topk(scores: np.ndarray, length, k: int, newest: int = 0) -> np.ndarray:
+    return np.stack([oracles.top_k(row, n, k, newest) for row, n in zip(scores, length, strict=True)])
 
 
 def dsa_inputs(kind: str, rows: int, heads: int, records: int):

@@ -25,7 +25,7 @@ from pallas_kernels.sparse_mla import arg_specs as mla_specs
 from pallas_kernels.sparse_mla import mosaic_gpu as mla_kernel
 from pallas_kernels.sparse_mla.tuning import tuning as mla_tuning
 from tests.pallas_kernels.attention_cases import GQA_SCALE, MLA_SCALE, agree, entry_case, gqa_case, mla_case
-from tests.pallas_kernels.kernel_cases import DEVICES, ON_GPU, abstract_gpu, lower_for_cuda, without_races
+from tests.pallas_kernels.kernel_cases import DEVICES, ON_GPU, abstract_gpu, lower_for_cuda, same, without_races
 
 on_cpu = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
 
@@ -97,7 +97,10 @@ def test_sparse_mla_interpreted(record, heads, selected, parts, change, interpre
 def test_sparse_gqa_interpreted(requests, kv_heads, heads, selected, tokens, masked, interpreted):
     case = gqa_case(requests, kv_heads, heads, selected, tokens, masked=masked)
     run = functools.partial(gqa_kernel.sparse_gqa, scale=GQA_SCALE)
-    agree(jax.jit(run)(*case.args()), case.want())
+    out, sums = jax.jit(run)(*case.args())
+    agree((out, sums), case.want())
+    rounded = jax.jit(functools.partial(run, out_dtype=jnp.bfloat16))(*case.args())
+    same(rounded, (out.astype(jnp.bfloat16), sums), "rounded: ")
 
 
 @pytest.mark.parametrize("requests", [1, 2, 3, 16, 64, 100, 1000])

@@ -24,20 +24,21 @@ LAUNCHES = [
 
 
 @functools.cache
-def kernel(k: int, how: Tuning):
-    return jax.jit(functools.partial(mosaic_gpu.index_topk, k=k, how=how))
+def kernel(k: int, how: Tuning, newest: int = 0):
+    return jax.jit(functools.partial(mosaic_gpu.index_topk, k=k, newest=newest, how=how))
 
 
 @functools.cache
-def real(k: int):
+def real(k: int, newest: int):
     """At the tuned launch; and the reference, on the GPU too."""
-    run = jax.jit(functools.partial(index_topk, k=k, implementation="mosaic_gpu"))
-    return run, jax.jit(functools.partial(reference.index_topk, k=k))
+    run = jax.jit(functools.partial(index_topk, k=k, newest=newest, implementation="mosaic_gpu"))
+    return run, jax.jit(functools.partial(reference.index_topk, k=k, newest=newest))
 
 
-def compare(scores: np.ndarray, length, k: int, how: Tuning, what: str) -> None:
-    got = kernel(k, how)(jnp.asarray(poison(scores, length)), int32(length))
-    same(got, expected_topk(scores, length, k), f"{what}, {how}: ")
+def compare(scores: np.ndarray, length, k: int, how: Tuning, what: str, newest: int = 0) -> None:
+    poisoned = poison(scores, [max(n - newest, 0) for n in length])
+    got = kernel(k, how, newest)(jnp.asarray(poisoned), int32(length))
+    same(got, expected_topk(scores, length, k, newest), f"{what}, {how}: ")
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -61,6 +62,16 @@ def test_widths(context, how):
         compare(scores, [context, max(context - 1, 0), context // 2, 0], k, how, f"S = {context}, k = {k}")
 
 
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("how", LAUNCHES, ids=str)
+def test_the_newest(name, how):
+    rng = np.random.default_rng(0)
+    scores = SCORES[name](rng, (8, 2048))
+    for k, newest in ((16, 1), (128, 2), (333, 300)):
+        length = [2048, k + 1, k, k - 1, newest, newest - 1, 0, 1001]
+        compare(scores, length, k, how, f"{name}, {newest} of {k}", newest)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random(seed):
     """Random sizes, lengths, kinds and launches."""
@@ -77,7 +88,7 @@ def test_real_shapes(name, kind):
     rng = np.random.default_rng(0)
     scores = jnp.asarray(SCORES[kind](rng, (spec.rows, spec.context)))
     length = int32(np.where(np.arange(spec.rows) % 3, rng.integers(1, spec.context + 1, spec.rows), spec.context))
-    run, want = real(spec.selected)
+    run, want = real(spec.selected, spec.newest)
     same(run(scores, length), want(scores, length), f"{name}, {kind}")
 
 

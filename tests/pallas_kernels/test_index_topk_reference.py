@@ -13,13 +13,13 @@ from pallas_kernels.index_topk import index_topk
 from tests import oracles
 from tests.helpers import PLATFORMS, int32, lowered_for, same_bits
 
-topk = jax.jit(functools.partial(index_topk, implementation="xla"), static_argnums=2)
+topk = jax.jit(functools.partial(index_topk, implementation="xla"), static_argnums=2, static_argnames="newest")
 
 
-def check(scores, lengths, k: int) -> np.ndarray:
+def check(scores, lengths, k: int, newest: int = 0) -> np.ndarray:
     scores = np.asarray(scores, np.float32)
-    got = np.asarray(topk(jnp.asarray(scores), int32(lengths), k))
-    want = np.stack([oracles.top_k(row, length, k) for row, length in zip(scores, lengths, strict=True)])
+    got = np.asarray(topk(jnp.asarray(scores), int32(lengths), k, newest=newest))
+    want = np.stack([oracles.top_k(row, length, k, newest) for row, length in zip(scores, lengths, strict=True)])
     same_bits(got, want)
     return got
 
@@ -28,6 +28,19 @@ def check(scores, lengths, k: int) -> np.ndarray:
 def test_random_scores(k):
     rng = np.random.default_rng(k)
     check(rng.standard_normal((6, 40)), [40, 39, 8, 7, 6, 0], k)
+
+
+@pytest.mark.parametrize("newest", [1, 3, 6])
+def test_the_newest_are_chosen_whatever_their_scores(newest):
+    """Behind better ones, infinite ones and NaN; rows of fewer than are newest, and of as many as are chosen."""
+    rng = np.random.default_rng(newest)
+    lengths = [40, 39, 8, 7, 6, 3, 2, 1, 0]
+    scores = rng.standard_normal((len(lengths), 40)).astype(np.float32)
+    scores[0, :20] = np.inf
+    for row, length in zip(scores, lengths, strict=True):
+        row[max(length - newest, 0) :] = np.nan
+    got = check(scores, lengths, 7, newest)
+    np.testing.assert_array_equal(got[0], [*range(7 - newest), *range(40 - newest, 40)])
 
 
 def test_many_ties_go_to_the_lower_position():
@@ -88,6 +101,12 @@ def test_more_wanted_than_there_are_scores():
 def test_topk_names_wrong_arguments(scores, length, k, message):
     with pytest.raises(ValueError, match=message):
         index_topk(scores, length, k)
+
+
+@pytest.mark.parametrize("newest", [-1, 2, 3])
+def test_topk_names_a_wrong_number_of_newest(newest):
+    with pytest.raises(ValueError, match=f"newest must be at least 0 and less than k = 2, got {newest}"):
+        index_topk(jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32), 2, newest=newest)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

@@ -20,7 +20,7 @@ from pallas_kernels.index_topk import mosaic_gpu
 from pallas_kernels.index_topk.tuning import Tuning
 from tests.helpers import int32
 from tests.pallas_kernels.kernel_cases import ON_GPU, same, without_races
-from tests.pallas_kernels.selection_cases import SCORES, dsa_inputs, expected_topk, msa_case, quest_inputs
+from tests.pallas_kernels.selection_cases import SCORES, dsa_inputs, expected_topk, msa_case, poison, quest_inputs
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="runs on the CPU")
 
@@ -38,6 +38,15 @@ def test_topk(name, resident):
         length = [300, k + 1, k, 17, 0]
         run = functools.partial(mosaic_gpu.index_topk, k=k, how=Tuning(1, 1, 2, resident))
         same(jax.jit(run)(jnp.asarray(scores), int32(length)), expected_topk(scores, length, k), f"{name}, k = {k}")
+
+
+@pytest.mark.parametrize("newest", [1, 2, 18])
+def test_topk_with_the_newest(newest):
+    length = [300, 21, 20, newest, newest - 1, 0]
+    scores = SCORES["normal"](np.random.default_rng(2), (6, 300))
+    run = functools.partial(mosaic_gpu.index_topk, k=20, newest=newest, how=Tuning(1, 1, 2, True))
+    poisoned = poison(scores, [max(n - newest, 0) for n in length])
+    same(jax.jit(run)(jnp.asarray(poisoned), int32(length)), expected_topk(scores, length, 20, newest), "ids")
 
 
 def test_topk_of_a_width_that_is_no_multiple_of_four():

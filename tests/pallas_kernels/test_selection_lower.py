@@ -37,7 +37,7 @@ def test_topk_launches(how, monkeypatch):
     """With lane semantics lowering checks the layout of every operand of an emitted word."""
     by_lane = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     monkeypatch.setattr(plgpu, "kernel", functools.partial(plgpu.kernel, compiler_params=by_lane))
-    for name in ("dsa_r64_32k", "odd"):
+    for name in ("dsa_r64_32k", "quest_pages", "odd"):
         args, options = topk_specs.abstract_args(topk_specs.SPECS[name])
         lower(functools.partial(mosaic_gpu.index_topk, **options, how=how), args)
 

@@ -17,7 +17,10 @@ from tests.pallas_kernels.attention_cases import GQA_SCALE, agree, gqa_case, mov
 from tests.pallas_kernels.kernel_cases import needs_gpu, same
 
 pytestmark = needs_gpu
-attend = jax.jit(functools.partial(sparse_gqa, scale=GQA_SCALE, dtype=jnp.bfloat16, implementation="mosaic_gpu"))
+attend = jax.jit(
+    functools.partial(sparse_gqa, scale=GQA_SCALE, dtype=jnp.bfloat16, implementation="mosaic_gpu"),
+    static_argnames="out_dtype",
+)
 # R, G, heads of each, K, tokens of a record
 SIZES = [(1, 8, 4, 128, 16), (4, 2, 4, 13, 16), (3, 1, 16, 2, 128), (2, 3, 5, 11, 10), (5, 1, 32, 20, 7),
          (40, 8, 4, 9, 16), (2, 4, 8, 1, 1), (12, 1, 16, 16, 128), (150, 1, 16, 3, 128)]  # fmt: skip
@@ -29,6 +32,14 @@ def test_against_float64(sizes, masked):
     """Pages missing, partly visible, seen by some heads; NaN in every byte that nobody may read."""
     case = gqa_case(*sizes, masked=masked)
     agree(attend(*case.args()), case.want())
+
+
+@pytest.mark.parametrize("sizes", SIZES[:3])
+def test_a_result_of_another_type_is_the_rounded_one(sizes):
+    case = gqa_case(*sizes)
+    want, sums = attend(*case.args())
+    rounded = attend(*case.args(), out_dtype=jnp.bfloat16)
+    same(rounded, (want.astype(jnp.bfloat16), sums), "rounded: ")
 
 
 def test_all_heads_of_a_tile():

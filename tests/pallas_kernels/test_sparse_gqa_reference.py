@@ -15,7 +15,9 @@ from tests.helpers import NAN_WORD, PLATFORMS, lowered_for, same_bits, to_words
 REQUESTS, KV_HEADS, HEADS, CHANNELS = 3, 2, 2, 16
 RECORDS, TOKENS, SLOTS, GROUPS = 4, 8, 15, 2
 SCALE = CHANNELS**-0.5
-attention = jax.jit(functools.partial(sparse_gqa, scale=SCALE, implementation="xla"), static_argnames="dtype")
+attention = jax.jit(
+    functools.partial(sparse_gqa, scale=SCALE, implementation="xla"), static_argnames=("dtype", "out_dtype")
+)
 
 
 class Case:
@@ -40,10 +42,11 @@ class Case:
                 poisoned[:, place[r, k], seen] = rows[:, place[r, k], seen]
         self.rows, self.poisoned = rows.reshape(GROUPS, SLOTS, -1), poisoned.reshape(GROUPS, SLOTS, -1)
 
-    def run(self, rows, group: int = 0, head_mask=None):
+    def run(self, rows, group: int = 0, head_mask=None, **options):
         place, visible = (jnp.asarray(x, jnp.int32) for x in (self.place, self.visible))
         mask = None if head_mask is None else jnp.asarray(head_mask)
-        return attention(self.query, jnp.asarray(rows), jnp.int32(group), place, visible, mask, dtype=self.dtype)
+        args = self.query, jnp.asarray(rows), jnp.int32(group), place, visible, mask
+        return attention(*args, dtype=self.dtype, **options)
 
     def want(self, group: int = 0, head_mask=None):
         """Output and log-sum-exp of each request and head, in float64."""
@@ -80,6 +83,13 @@ def agree(got, want, dtype):
 def test_against_float64(dtype, group):
     case = Case(dtype, seed=group)
     agree(case.run(case.rows, group), case.want(group), dtype)
+
+
+def test_a_result_of_another_type_is_the_rounded_one():
+    case = Case(jnp.bfloat16)
+    (out, sums), (rounded, same) = case.run(case.rows), case.run(case.rows, out_dtype=jnp.bfloat16)
+    assert rounded.dtype == jnp.bfloat16 and np.array_equal(rounded, out.astype(jnp.bfloat16))
+    assert np.array_equal(sums, same)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
