@@ -100,7 +100,7 @@ class Steps(NamedTuple):
 
 def decode_step(
     model: Model, params: Params, state: DecodeState, *, stop_tokens: Sequence[int] = (), keep_logits: bool = False,
-    implementation: Implementation = "auto",
+    draws: bool = True, implementation: Implementation = "auto",
 ) -> tuple[DecodeState, Steps]:  # fmt: skip
     """One step: each active request feeds a token, appends its record and emits the next token."""
     active = state.remaining > 0
@@ -110,7 +110,7 @@ def decode_step(
     with jax.named_scope("backup"):
         cache = end_step(cache, implementation)
     with jax.named_scope("sample"):
-        token, sampling = sample(logits, state.sampling, cache.tokens, active)
+        token, sampling = sample(logits, state.sampling, cache.tokens, active, draws=draws)
     stops = jnp.isin(token, jnp.asarray(stop_tokens, jnp.int32)) if stop_tokens else jnp.zeros_like(active)
     remaining = jnp.where(active & ~stops, state.remaining - 1, 0)
     out = Steps(jnp.where(active, token, -1), counters, logits if keep_logits else None)
@@ -119,7 +119,7 @@ def decode_step(
 
 def compile_decode(
     model: Model, state: DecodeState, *, steps: int, stop_tokens: Sequence[int] = (), keep_logits: bool = False,
-    implementation: Implementation = "auto", compiler_options: Options | None = None,
+    draws: bool = True, implementation: Implementation = "auto", compiler_options: Options | None = None,
 ) -> Wrapped:  # fmt: skip
     """The jitted chunk of `steps` decode steps. Lengths may grow without compiling again.
 
@@ -129,14 +129,16 @@ def compile_decode(
       steps: decode steps of a call.
       stop_tokens: a request that emits one of them is done.
       keep_logits: give out the logits of every step.
+      draws: whether a request may have a temperature above 0; see `hisparse_jax.sampling.sample`.
       implementation: of backup: "auto", "xla" or "mosaic_gpu".
       compiler_options: options for XLA; `hisparse_jax.compiler_options.decode_options()` if not given.
     Returns:
       a jitted function of parameters and state to the new state and `Steps`; the state it is given is donated.
     """
     one = partial(
-        decode_step, model, stop_tokens=tuple(stop_tokens), keep_logits=keep_logits, implementation=implementation
-    )
+        decode_step, model, stop_tokens=tuple(stop_tokens), keep_logits=keep_logits, draws=draws,
+        implementation=implementation,
+    )  # fmt: skip
 
     def chunk(params: Params, state: DecodeState) -> tuple[DecodeState, Steps]:
         state = replace(state, cache=entering(state.cache))

@@ -113,7 +113,9 @@ def with_request(sampling: Sampling, slot: Array | int, params: SamplingParams, 
     )
 
 
-def sample(logits: Array, sampling: Sampling, position: Array, active: Array) -> tuple[Array, Sampling]:
+def sample(
+    logits: Array, sampling: Sampling, position: Array, active: Array, *, draws: bool = True
+) -> tuple[Array, Sampling]:
     """The next token of each request.
 
     Args:
@@ -121,17 +123,19 @@ def sample(logits: Array, sampling: Sampling, position: Array, active: Array) ->
       sampling: settings.
       position: int32 `[R]`, position of the token that is chosen.
       active: bool `[R]`; only these are marked as having seen their token.
+      draws: whether an active request may have a temperature above 0. If not, nothing is sorted, which costs more than
+        a small model's step. A condition in the program would have the host look at it in every step.
     Returns:
       int32 `[R]`, and the settings with the token seen.
     """
+    logits = lax.optimization_barrier(logits)  # what comes before is the same program, whoever draws
     penalty = sampling.repetition_penalty[:, None]
     penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
     logits = jnp.where(sampling.seen, penalised, logits)
     logits = jnp.where(sampling.banned, -jnp.inf, logits)
-    likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Sorting the vocabulary costs more than a small model's step, so it is left out while nobody draws.
-    token = lax.cond(jnp.any(active & (sampling.temperature > 0)), _draw, lambda *_: likely, logits, sampling, position)
-    token = jnp.where(sampling.temperature > 0, token, likely)
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if draws:
+        token = jnp.where(sampling.temperature > 0, _draw(logits, sampling, position), token)
     rows = jnp.arange(len(token))
     seen = sampling.seen.at[rows, token].max(active)
     return token, Sampling(**{**vars(sampling), "seen": seen})

@@ -107,7 +107,9 @@ def lower_point(share: Share, point: Point, params: list[Array], profile: bool =
     implementation = share.config.decode.implementation
 
     def decode(steps: int) -> jax.stages.Lowered:  # the options are given when it is compiled
-        jitted = compile_decode(model, state, steps=steps, implementation=implementation, compiler_options={})
+        jitted = compile_decode(
+            model, state, steps=steps, draws=False, implementation=implementation, compiler_options={}
+        )
         return jitted.lower(params, state)
 
     return LoweredPoint(

@@ -198,3 +198,27 @@ def test_sampled_tokens_are_the_same_in_every_residency_and_batch() -> None:
         first = alone.completions[number].tokens
         assert first != expected(request.prompt, request.max_new_tokens, 5)
         assert all(run.completions[number].tokens == first for run in runs)
+
+
+def test_the_program_that_draws_is_compiled_for_the_first_request_that_does(monkeypatch) -> None:
+    """Others' tokens stay theirs, before, beside and after it."""
+    compiled: list[bool] = []
+
+    def counted(*args, draws: bool, **options):
+        compiled.append(draws)
+        return compile_decode(*args, draws=draws, **options)
+
+    monkeypatch.setattr("hisparse_jax.engine.engine.compile_decode", counted)
+    run = engine(layout())
+    first = run.submit(Request((3, 1, 4), 12))
+    run.run()
+    assert compiled == [False]
+    second, third = run.submit(Request((1, 5), 20)), run.submit(Request((9, 2), 8, SamplingParams(temperature=1.0)))
+    run.run()
+    assert compiled == [False, True]
+    fourth = run.submit(Request((6,), 15))
+    run.run()
+    assert compiled == [False, True], "each of them once"
+    for number, prompt, new in ((first, (3, 1, 4), 12), (second, (1, 5), 20), (fourth, (6,), 15)):
+        assert run.completions[number].tokens == expected(prompt, new, 5)
+    assert run.completions[third].tokens != expected((9, 2), 8, 5)

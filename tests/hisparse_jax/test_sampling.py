@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from hisparse_jax.sampling import SamplingParams, greedy, sample, with_request
 
 VOCAB = 12
 LOGITS = jnp.asarray(np.random.default_rng(3).normal(0, 2, (1, VOCAB)), jnp.float32)
-sample_ = jax.jit(sample)
+sample_ = jax.jit(sample, static_argnames="draws")
 
 
 def settings(requests: int, *params: SamplingParams, prompt: tuple[int, ...] = ()):
@@ -39,6 +41,17 @@ def test_zero_temperature_takes_the_most_likely_token_and_the_lower_of_two_equal
     logits = jnp.array([[1.0, 3.0, 3.0, -1.0] + [0.0] * 8])
     token, _ = sample_(logits, settings(1, SamplingParams()), jnp.zeros(1, jnp.int32), jnp.array([True]))
     assert token.tolist() == [1]
+
+
+def test_without_draws_the_most_likely_tokens_are_chosen_alike_and_nothing_is_sorted() -> None:
+    logits = jnp.asarray(np.random.default_rng(5).normal(0, 2, (3, VOCAB)), jnp.float32)
+    sampling = settings(3, SamplingParams(), SamplingParams(repetition_penalty=2.0), SamplingParams(banned=(0, 1, 2)))
+    args = logits, sampling, jnp.arange(3), jnp.array([True, True, False])
+    for one, other in zip(jax.tree.leaves(sample_(*args)), jax.tree.leaves(sample_(*args, draws=False)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    greedy_only, drawing = (str(jax.make_jaxpr(partial(sample, draws=draws))(*args)) for draws in (False, True))
+    assert "sort[" in drawing and "sort[" not in greedy_only
+    assert not any(name in text for name in ("cond[", "while[") for text in (greedy_only, drawing)), "the host decides"
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
