@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -237,7 +237,7 @@ def run(options: Options, console: Console) -> None:
 
 
 @contextlib.contextmanager
-def _display(console: Console, prompts: int) -> Iterator[Callable[[int, str], None]]:
+def _display(console: Console, prompts: int) -> Generator[Callable[[int, str], None]]:
     """Shows texts as they come: one as it is, several below each other on a terminal, one after the other in a file."""
     texts = [""] * prompts
     if prompts == 1:

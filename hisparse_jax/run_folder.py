@@ -8,7 +8,7 @@ import datetime
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from hisparse_jax.errors import UserError
@@ -27,7 +27,7 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def run_folder(parent: Path, name: str) -> Iterator[RunFolder]:
+def run_folder(parent: Path, name: str) -> Generator[RunFolder]:
     """A new folder `parent/name-TIME`, there once the block has ended well and not at all if it hasn't.
 
     Raises:

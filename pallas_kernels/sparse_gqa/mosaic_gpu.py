@@ -192,4 +192,5 @@ def sparse_gqa(
         thread_name="thread", scratch_types=scratch_types, compiler_params=online_softmax.COMPILER_PARAMS,
     )  # fmt: skip
     masks = (mask_words(head_mask),) if head_mask is not None else ()
-    return online_softmax.merge(*run(query, hot_rows, group.reshape(1), place, visible, *masks), out_dtype)
+    outs, sums = run(query, hot_rows, group.reshape(1), place, visible, *masks)
+    return online_softmax.merge(outs, sums, out_dtype)

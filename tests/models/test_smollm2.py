@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -117,7 +117,7 @@ def test_quest(file: GgufFile, params: list, data: Path, name: str) -> None:
 
 
 @contextlib.contextmanager
-def recorded_selections() -> Iterator[dict[tuple[int, int], np.ndarray]]:
+def recorded_selections() -> Generator[dict[tuple[int, int], np.ndarray]]:
     """The ids of every selection made by one request while the block runs, by length and layer."""
     seen: dict[tuple[int, int], np.ndarray] = {}
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ def abstract_gpu(kind: str = "NVIDIA H200"):
 
 
 @contextlib.contextmanager
-def without_races() -> Iterator[None]:
+def without_races() -> Generator[None]:
     """Kernels of the block run under the CPU interpreter, which must find no race."""
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)), abstract_gpu():
         yield
