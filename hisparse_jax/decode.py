@@ -129,7 +129,8 @@ def compile_decode(
       steps: decode steps of a call.
       stop_tokens: a request that emits one of them is done.
       keep_logits: give out the logits of every step.
-      draws: whether a request may have a temperature above 0; see `hisparse_jax.sampling.sample`.
+      draws: whether a request may have a temperature above 0. If not, the program is faster and takes the most likely
+        token of every request, whatever its temperature.
       implementation: of backup: "auto", "xla" or "mosaic_gpu".
       compiler_options: options for XLA; `hisparse_jax.compiler_options.decode_options()` if not given.
     Returns:

@@ -39,6 +39,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     banned: tuple[int, ...] = ()
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn; else the most likely one is taken."""
+        return self.temperature > 0
+
     def check(self, vocab: int) -> None:
         """Raises UserError for a value that makes no sense."""
         limits = (
@@ -123,8 +128,9 @@ def sample(
       sampling: settings.
       position: int32 `[R]`, position of the token that is chosen.
       active: bool `[R]`; only these are marked as having seen their token.
-      draws: whether an active request may have a temperature above 0. If not, nothing is sorted, which costs more than
-        a small model's step. A condition in the program would have the host look at it in every step.
+      draws: whether an active request may have a temperature above 0. If not, temperatures are not looked at and
+        nothing is sorted, which costs more than a small model's step. A condition in the program, instead of this one
+        outside, would have the host look at it in every step.
     Returns:
       int32 `[R]`, and the settings with the token seen.
     """

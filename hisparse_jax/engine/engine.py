@@ -98,14 +98,14 @@ class Engine:
         commit = jax.jit(partial(_commit, model, implementation), donate_argnums=0, out_shardings=cache_placed)
         self._commit = commit.lower(self._state.cache, self._scratch, scalar, prompt_pages, scalar).compile()
         self._release = jax.jit(release, donate_argnums=0, out_shardings=cache_placed)
-        self._profile, self._profiled, self._chunks, self._steps = profile, "", 0, steps
         self.metrics.compile_s = time.perf_counter() - started
-        self._compile = partial(
+        self._jit_decode = partial(
             compile_decode, model, steps=steps, stop_tokens=stop_tokens, keep_logits=keep_logits,
             implementation=implementation, compiler_options=decode_options(graphs=profile is None),
         )  # fmt: skip
         self._decoders: dict[bool, jax.stages.Compiled] = {}
-        self._decoder(draws=False)
+        self._profiled: jax.stages.Compiled | None = None
+        self._profile, self._chunks, self._steps = profile, 0, steps
 
     def submit(self, request: Request) -> int:
         """Queues a request and gives back its number.
@@ -149,9 +149,9 @@ class Engine:
         Raises:
           UserError: no second chunk was decoded.
         """
-        if self._profile is None or self._chunks < 2:
+        if self._profile is None or self._profiled is None:
             raise UserError("nothing was profiled: a profile is of the second call of decode.steps steps; decode more")
-        times = stage_us(self._profile, operation_names(self._profiled))
+        times = stage_us(self._profile, operation_names(self._profiled.as_text() or ""))
         return {stage: us / self._steps for stage, us in times.items()}
 
     def _needed(self, request: Request) -> int:
@@ -194,10 +194,11 @@ class Engine:
         self.metrics.prefill_tokens += length
 
     def _decoder(self, *, draws: bool) -> jax.stages.Compiled:
-        """The compiled chunk of steps; the one that draws is compiled for the first request that does."""
+        """The chunk of steps, with draws or without, compiled when it is first needed."""
         if draws not in self._decoders:
             started = time.perf_counter()
-            self._decoders[draws] = self._compile(self._state, draws=draws).lower(self._params, self._state).compile()
+            jitted = self._jit_decode(self._state, draws=draws)
+            self._decoders[draws] = jitted.lower(self._params, self._state).compile()
             self.metrics.compile_s += time.perf_counter() - started
         return self._decoders[draws]
 
@@ -206,14 +207,14 @@ class Engine:
         unfinished = [self.completions[number] for _, number in running if not self.completions[number].finish]
         if not unfinished:
             return
-        decode = self._decoder(draws=any(one.request.sampling.temperature > 0 for one in unfinished))
+        decode = self._decoder(draws=any(one.request.sampling.draws for one in unfinished))
         profile = self._profile if self._chunks == 1 else None
         with traced(profile):
             started = time.perf_counter()
             self._state, out = jax.block_until_ready(decode(self._params, self._state))
             self.metrics.decode_s += time.perf_counter() - started
         if profile is not None:
-            self._profiled = decode.as_text() or ""
+            self._profiled = decode
         self._chunks += 1
         tokens, counters = np.asarray(out.token), np.asarray(out.counters)
         busy = (tokens >= 0).any(axis=1)

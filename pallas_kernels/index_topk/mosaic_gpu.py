@@ -2,7 +2,8 @@
 """Exact top-k as a Mosaic GPU kernel: a threshold by radix digits, then a compaction that keeps the order of positions.
 
 A row is served by a cluster of programs, each with a share of its positions. Scores become int32 keys that sort alike
-(`digits.order_key`). For a row longer than k, of all but the newest, which the first program adds at the end:
+(`digits.order_key`). For a row longer than k, k - newest are chosen among all but the newest, behind which the first
+program writes those. With k for k - newest:
 
 1. narrow   per digit of 11, 11 and 10 bits, from the top: a histogram of the keys that still may hold the threshold, in
             shared memory; the programs read each other's and find the digit in which the k-th largest key lies. When

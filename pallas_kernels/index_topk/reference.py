@@ -20,7 +20,7 @@ def index_topk(scores: Array, length: Array, k: int, *, newest: int = 0) -> Arra
     scores = jnp.where(scores == 0, 0.0, scores)
     visible = jnp.where(position < others, scores, -jnp.inf)
     _, best = lax.top_k(visible, min(k - newest, context))
-    last = others + jnp.arange(newest)[None]
+    last = others + jnp.arange(newest, dtype=jnp.int32)[None]
     ids = jnp.concatenate([jnp.where(best < others, best, _NEVER), jnp.where(last < length, last, _NEVER)], axis=-1)
     ids = jnp.sort(ids, axis=-1)
     ids = jnp.where(ids == _NEVER, -1, ids)

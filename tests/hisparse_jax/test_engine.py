@@ -200,25 +200,41 @@ def test_sampled_tokens_are_the_same_in_every_residency_and_batch() -> None:
         assert all(run.completions[number].tokens == first for run in runs)
 
 
-def test_the_program_that_draws_is_compiled_for_the_first_request_that_does(monkeypatch) -> None:
-    """Others' tokens stay theirs, before, beside and after it."""
+def test_a_chunk_draws_only_while_a_request_does(monkeypatch) -> None:
+    """Others' tokens stay theirs, before, beside and after it; each program is compiled once, when it is needed."""
     compiled: list[bool] = []
+    ran: list[bool] = []
+
+    class Program:
+        def __init__(self, jitted, draws: bool) -> None:
+            self.jitted, self.draws = jitted, draws
+
+        def lower(self, *args):
+            compiled.append(self.draws)
+            return Program(self.jitted.lower(*args), self.draws)
+
+        def compile(self):
+            return Program(self.jitted.compile(), self.draws)
+
+        def __call__(self, *args):
+            ran.append(self.draws)
+            return self.jitted(*args)
 
     def counted(*args, draws: bool, **options):
-        compiled.append(draws)
-        return compile_decode(*args, draws=draws, **options)
+        return Program(compile_decode(*args, draws=draws, **options), draws)
 
     monkeypatch.setattr("hisparse_jax.engine.engine.compile_decode", counted)
+    drawing = SamplingParams(temperature=1.0)
     run = engine(layout())
+    assert compiled == []
     first = run.submit(Request((3, 1, 4), 12))
     run.run()
-    assert compiled == [False]
-    second, third = run.submit(Request((1, 5), 20)), run.submit(Request((9, 2), 8, SamplingParams(temperature=1.0)))
+    assert (compiled, set(ran)) == ([False], {False})
+    second, third = run.submit(Request((1, 5), 40)), run.submit(Request((9, 2), 8, drawing))
+    ran.clear()
     run.run()
     assert compiled == [False, True]
-    fourth = run.submit(Request((6,), 15))
-    run.run()
-    assert compiled == [False, True], "each of them once"
-    for number, prompt, new in ((first, (3, 1, 4), 12), (second, (1, 5), 20), (fourth, (6,), 15)):
-        assert run.completions[number].tokens == expected(prompt, new, 5)
+    assert ran[0] and not ran[-1] and ran == sorted(ran, reverse=True), "while it runs, and no longer"
+    assert run.completions[first].tokens == expected((3, 1, 4), 12, 5)
+    assert run.completions[second].tokens == expected((1, 5), 40, 5)
     assert run.completions[third].tokens != expected((9, 2), 8, 5)

@@ -87,7 +87,9 @@ class Runner:
             return admit(cache, slot, pages, tokens, rows, index, "xla")
 
         self.commit = jax.jit(commit, out_shardings=where)
-        self.decode = compile_decode(self.decoder, state, steps=STEPS, keep_logits=True, implementation="xla")
+        self.decode = compile_decode(
+            self.decoder, state, steps=STEPS, keep_logits=True, draws=False, implementation="xla"
+        )
 
     def empty(self) -> DecodeState:
         nobody = jnp.zeros(REQUESTS, jnp.int32)

@@ -68,9 +68,7 @@ def trace(tables, requests, steps, pages, budget, first, workload=FITTED, clocke
             jnp.arange(tables)
         )
         lengths = jnp.tile(length, tables)
-        best = index_topk(scores.reshape(-1, pages), lengths - RECENT, budget - RECENT)
-        newest = lengths[:, None] - RECENT + jnp.arange(RECENT)[None]
-        return tokens + 1, (jnp.concatenate([best, newest], axis=1), lengths)
+        return tokens + 1, (index_topk(scores.reshape(-1, pages), lengths, budget, newest=RECENT), lengths)
 
     return jax.lax.scan(step, first, length=steps)[1]
 
@@ -237,7 +235,7 @@ def test_a_decode_step_of_the_preset_lowers_for_cuda(mode):
         return state_of(found, create(found, random_index(model.new_index(found)), pool), share.shape.vocab, 1)
 
     def step(params, state):
-        return decode_step(model, params, replace(state, cache=entering(state.cache)))
+        return decode_step(model, params, replace(state, cache=entering(state.cache)), draws=False)
 
     text = lower_for_cuda(step, params, jax.eval_shape(initial))
     kernels = {"full": 3, "sync": 5, "no_io": 4}  # scores, top-k, attention; resolve; backup

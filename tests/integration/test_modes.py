@@ -33,7 +33,7 @@ MODES = {mode: how for mode, how in simulated.MODES.items() if mode != "no_io"} 
 REQUESTS, CONTEXT, STEPS, CHUNKS = 3, 2048, 4, 3
 
 
-def run(config, mode: str, dtype, parts: int | None = None, workload=FITTED):
+def run(config, mode: str, dtype, parts: int | None = None, workload=FITTED, draws: bool = False):
     """Logits and counters of a few chunks; the compiled chunk; addresses of the state before and after."""
     residency, prefetch = MODES[mode]
     options = DsaOptions("bfloat16", "fp8", prefetch=prefetch, parts=parts, workload=workload)
@@ -48,7 +48,7 @@ def run(config, mode: str, dtype, parts: int | None = None, workload=FITTED):
     for slot in range(REQUESTS):
         cache = admit(cache, np.int32(slot), np.int32(CONTEXT - 64 - 5 * slot))
     state = place(state_of(layout, cache, config.vocab, STEPS * CHUNKS))
-    decode = compile_decode(model, state, steps=STEPS, keep_logits=True, draws=False)
+    decode = compile_decode(model, state, steps=STEPS, keep_logits=True, draws=draws)
     compiled = decode.lower(params, state).compile()
     outs, addresses = [], []
     for _ in range(CHUNKS):
@@ -60,11 +60,13 @@ def run(config, mode: str, dtype, parts: int | None = None, workload=FITTED):
 
 
 def check_modes(config, dtype, workload) -> None:
-    """The same bits in full residency, with fetches just before their attention, ahead of it, and in parts."""
+    """The same bits in full residency, with fetches just before their attention, ahead of it, in parts, with draws."""
     want, *_ = run(config, "full", dtype, workload=workload)
-    for mode, parts in (("sync", 1), ("prefetch", 1), ("sync", 2), ("prefetch", 3)):
-        got, outs, *_ = run(config, mode, dtype, parts, workload)
-        assert got.tobytes() == want.tobytes(), (mode, parts)
+    for mode, parts, draws in (
+        ("sync", 1, False), ("prefetch", 1, False), ("sync", 2, False), ("prefetch", 3, False), ("prefetch", 1, True),
+    ):  # fmt: skip
+        got, outs, *_ = run(config, mode, dtype, parts, workload, draws)
+        assert got.tobytes() == want.tobytes(), (mode, parts, draws)
         counters = np.concatenate([out.counters for out in outs])
         assert (counters[0, ..., 2] > 64).all(), "the first step finds nothing but what is in the ring"
         assert (counters[1:, ..., 2].sum(axis=(0, 2)) > 0).all(), "every table missed later too"
