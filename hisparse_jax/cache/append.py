@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from hisparse_jax.cache.layout import Address
 from hisparse_jax.cache.state import Cache
+from pallas_kernels.common import choose
 
 
 def append(cache: Cache, address: Address, token: Array) -> Cache:
@@ -30,7 +32,12 @@ def append(cache: Cache, address: Address, token: Array) -> Cache:
     with jax.named_scope("append"):
         by_token = rows.reshape(*rows.shape[:2], layout.record_tokens, -1)
         offset = (cache.tokens - 1) % layout.record_tokens
-        by_token = by_token.at[address.group, cache.newest, offset].set(token, mode="drop")
+        newest = cache.newest
+        if layout.request_slots == 1 and choose("auto", "append", None) == "xla":
+            # XLA makes of one update a slice to overwrite, and on a CPU does that anew for each reader, in a copy of
+            # all rows. Two equal updates stay a scatter in place.
+            newest, offset, token = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (newest, offset, token))
+        by_token = by_token.at[address.group, newest, offset].set(token, mode="drop")
     return with_rows(cache, address.position, by_token.reshape(rows.shape))
 
 

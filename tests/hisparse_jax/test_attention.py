@@ -123,3 +123,34 @@ def test_append_refuses_a_token_of_the_wrong_size():
     cache = create(layout())
     with pytest.raises(ValueError, match=r"append: token must have shape \[3, 2\], got \[3, 4\]"):
         append(cache, LAYER, jnp.zeros((3, 4), jnp.uint32))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the portable path on a CPU")
+def test_one_request_appends_without_a_copy_of_all_rows():
+    """Several layers, each of which reads what it appended."""
+    layers, rule = 6, RULES["shared"]
+    found = layout(
+        residency="full", request_slots=1, context_tokens=4096, record_tokens=PAGE, group_sizes=(1,) * layers,
+        selected=4, row_bytes=PAGE * 2 * KV_HEADS * CHANNELS * 4, hot_slots=256, host_pages=256,
+    )  # fmt: skip
+    cache = create(found, quest_index(found, layers, KV_HEADS, CHANNELS, jnp.float32))
+
+    def decode(cache, query):
+        cache = begin_step(entering(cache), jnp.asarray([True]))
+        for layer in range(layers):
+            address = Address(space=layer, table=layer, position=0, group=layer)
+            key = query[:, :, 0]
+            token = jnp.stack([key, 2 * key], axis=1).reshape(1, -1)
+            cache = append(cache, address, jax.lax.bitcast_convert_type(token, jnp.uint32))
+            cache = cache.replace(index=append_key(cache.index, cache, layer, key))
+            selection = select_pages(cache.index, cache, layer, query, rule, "xla")
+            resolution, cache = resolve(cache, address, selection.ids, "xla")
+            query = attend_pages(
+                cache, address, resolution, query, scale=SCALE, dtype=jnp.float32, out_dtype=jnp.float32,
+                implementation="xla",
+            )  # fmt: skip
+        return end_step(cache, "xla"), query
+
+    query = jnp.ones((1, KV_HEADS, HEADS, CHANNELS))
+    memory = jax.jit(decode, donate_argnums=0).lower(cache, query).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < cache.hot_rows[0].nbytes
