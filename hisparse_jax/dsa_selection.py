@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from hisparse_jax.cache.append import write_each
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.records import quantise_keys
 from hisparse_jax.workload import Locality, synthetic_scores
@@ -54,10 +55,10 @@ def append_index_key(index: DsaIndex, cache: Cache, anchor: Array | int, key: Ar
     token = jnp.where(cache.active, cache.tokens - 1, cache.layout.records)
     with jax.named_scope("append"):
         values, scale = store_keys(key, index)
-        keys = index.keys.at[anchor, requests, token].set(values, mode="drop")
+        keys = write_each(index.keys, anchor, (requests, token), values)
         if scale is None or index.key_scale is None:
             return DsaIndex(keys, None)
-        return DsaIndex(keys, index.key_scale.at[anchor, requests, token].set(scale, mode="drop"))
+        return DsaIndex(keys, write_each(index.key_scale, anchor, (requests, token), scale))
 
 
 def select_tokens(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from hisparse_jax.cache.append import write_each
 from hisparse_jax.cache.layout import Layout
 from hisparse_jax.cache.state import Cache
 from hisparse_jax.workload import Locality, synthetic_scores
@@ -105,7 +106,7 @@ def append_key(index: QuestIndex, cache: Cache, layer: Array | int, key: Array) 
     def widen(bounds: Array, choose: Callable[[Array, Array], Array]) -> Array:
         old = bounds.at[layer, requests, page].get(mode="clip")
         new = jnp.where(opens, key, choose(old, key)).astype(bounds.dtype)
-        return bounds.at[layer, requests, page].set(new, mode="drop")
+        return write_each(bounds, layer, (requests, page), new)
 
     return QuestIndex(widen(index.key_min, jnp.minimum), widen(index.key_max, jnp.maximum))
 

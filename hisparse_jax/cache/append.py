@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -32,13 +34,24 @@ def append(cache: Cache, address: Address, token: Array) -> Cache:
     with jax.named_scope("append"):
         by_token = rows.reshape(*rows.shape[:2], layout.record_tokens, -1)
         offset = (cache.tokens - 1) % layout.record_tokens
-        newest = cache.newest
-        if layout.request_slots == 1 and choose("auto", "append", None) == "xla":
-            # XLA makes of one update a slice to overwrite, and on a CPU does that anew for each reader, in a copy of
-            # all rows. Two equal updates stay a scatter in place.
-            newest, offset, token = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (newest, offset, token))
-        by_token = by_token.at[address.group, newest, offset].set(token, mode="drop")
+        by_token = write_each(by_token, address.group, (cache.newest, offset), token)
     return with_rows(cache, address.position, by_token.reshape(rows.shape))
+
+
+def write_each(buffer: Array, group: Array | int, at: Sequence[Array], values: Array) -> Array:
+    """One value of each request into one group of a buffer, in place; places out of range are left out.
+
+    Args:
+      buffer: `[groups, ...]`.
+      group: int32 scalar.
+      at: int32 `[R]` each, places along the next dimensions.
+      values: `[R, ...]` of the buffer's type.
+    """
+    if len(values) == 1 and choose("auto", "write_each", None) == "xla":
+        # XLA makes of one update a slice to overwrite, and on a CPU does that anew for each reader, in a copy of the
+        # buffer. Two equal updates stay a scatter in place.
+        *at, values = (jnp.broadcast_to(x, (2, *x.shape[1:])) for x in (*at, values))
+    return buffer.at[group, *at].set(values, mode="drop")
 
 
 def with_rows(cache: Cache, position: int, rows: Array) -> Cache:

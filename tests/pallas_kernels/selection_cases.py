@@ -46,11 +46,12 @@ SCORES = {
 }
 
 
-def poison(scores: np.ndarray, length) -> np.ndarray:
-    """What lies past the length may hold anything."""
+def poison(scores: np.ndarray, length, newest: int = 0) -> np.ndarray:
+    """What lies past the length may hold anything, and so may the newest, which are chosen whatever their scores."""
     out = scores.copy()
     for row, n in zip(out, length, strict=True):
-        row[n:] = np.resize(np.asarray([np.nan, np.inf, -np.nan, 3e38], np.float32), len(row) - n)
+        others = max(n - newest, 0)
+        row[others:] = np.resize(np.asarray([np.nan, np.inf, -np.nan, 3e38], np.float32), len(row) - others)
     return out
 
 

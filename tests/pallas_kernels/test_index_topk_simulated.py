@@ -33,8 +33,7 @@ args = ((rows, context), jnp.float32), ((rows,), jnp.int32)
 )  # fmt: skip
 def test_corners(context, k, newest, how, name):
     length = [context, k + 1, context - 5, k, context // 2 + 3, 0, 1]
-    scores = SCORES[name](np.random.default_rng(0), (len(length), context))
-    scores = poison(scores, [max(n - newest, 0) for n in length])
+    scores = poison(SCORES[name](np.random.default_rng(0), (len(length), context)), length, newest)
     got = np.full((len(length), k), -77, np.int32)
     compiled(KERNEL, len(length), context, k, newest, *how).run(
         [np.asarray(length, np.int32), got, scores], clusters=len(length)
